@@ -91,7 +91,7 @@ struct Result {
 Result run(comm::Group& world, const MeshShape& shape) {
   Mesh mesh(world, shape);
   MeshScope scope(mesh);
-  const Init init{.kind = Init::Kind::normal, .scale = 0.5, .seed = 7};
+  const Init init{.kind = Init::Distribution::normal, .scale = 0.5, .seed = 7};
   const Experts w1(
       {.name = "w1", .shape = {E4, H, D}, .cuts = {{ep, 0}, {etp, 1}}, .dtype = at::kDouble}, init);
   const Experts w2(
@@ -109,7 +109,7 @@ Result run(comm::Group& world, const MeshShape& shape) {
   auto leaf = as_leaf(assume<Dense{T, T, T}>(x));
   auto y = moe(leaf, choice, w1, w2);
   backward(sum_all(square(y)));
-  const Along tokens{.dim = 0, .total = N};
+  const SplitDim tokens{.dim = 0, .total = N};
   const auto whole = [](const auto& g, int64_t dim) {
     return local(all_gather<ep>(all_gather<etp>(g, {.dim = dim, .total = H}), {.dim = 0}));
   };

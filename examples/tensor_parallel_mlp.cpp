@@ -20,7 +20,7 @@ using Column = Param<Dense{I, I, Place::F}>;  // every rank holds its own featur
 // Leave out the all_gather, or the reduce_scatter, and this does not compile.
 // [readme]
 Shards mlp(const Shards& x_BLD, const Column& w1_FD, const Column& w2_DF) {
-  const Along sequence{.dim = 1, .total = L};
+  const SplitDim sequence{.dim = 1, .total = L};
   auto h_BLF = silu(linear(all_gather<tp>(x_BLD, sequence), use(w1_FD)));  // T -> R, column: F
   return reduce_scatter<tp>(linear(h_BLF, use(w2_DF)), sequence);          // row: P -> T
 }
@@ -39,7 +39,7 @@ at::Tensor make_input() {
 Result run(comm::Group& world) {
   Mesh mesh(world, {.tp = world.size()});
   MeshScope scope(mesh);
-  const Init init{.kind = Init::Kind::normal, .scale = 0.5, .seed = 7};
+  const Init init{.kind = Init::Distribution::normal, .scale = 0.5, .seed = 7};
   const Column w1({.name = "w1", .shape = {F4, D}, .cuts = {{tp, 0}}, .dtype = at::kDouble}, init);
   const Column w2({.name = "w2", .shape = {D, F4}, .cuts = {{tp, 1}}, .dtype = at::kDouble}, init);
 

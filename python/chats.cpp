@@ -8,8 +8,9 @@
 #include <memory>
 
 #include "moesh/base/error.h"
-#include "moesh/cli/tokenize_command.h"
+#include "moesh/cli/commands.h"
 #include "moesh/data/chats.h"
+#include "moesh/data/tokenize.h"
 #include "python/interruptible.h"
 
 namespace moesh::python {

@@ -13,12 +13,12 @@
 
 #include "moesh/base/log.h"
 #include "moesh/base/version.h"
+#include "moesh/cli/command_line.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/program.h"
-#include "moesh/cli/sizes.h"
 #include "moesh/cli/train_command.h"
 #include "moesh/comm/nccl/nccl_group.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/estimate/search_time.h"
@@ -238,8 +238,8 @@ nb::handle register_error(nb::module_& m) {
   return type;
 }
 
-const char* to_string(verify::ComparedTensor::State state) {
-  using State = verify::ComparedTensor::State;
+const char* to_string(verify::ComparedTensor::Verdict state) {
+  using State = verify::ComparedTensor::Verdict;
   switch (state) {
     case State::same: return "same";
     case State::differs: return "differs";

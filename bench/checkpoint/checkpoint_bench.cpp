@@ -36,9 +36,9 @@ struct Problem {
   at::Device device;
 };
 
-std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int rank, int num_ranks,
+std::vector<TensorPart> parts_of(const std::string& prefix, std::int64_t count, int rank, int num_ranks,
                            bool filled) {
-  std::vector<Part> parts;
+  std::vector<TensorPart> parts;
   for (std::int64_t i = 0; i < count; ++i) {
     const bool by_rows = i % 2 == 0;
     Region region{{0, 0}, {kWidth, kWidth}};
@@ -62,7 +62,7 @@ std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int ra
   return parts;
 }
 
-formats::DiskTable table_of(const std::vector<Part>& parts) {
+formats::DiskTable table_of(const std::vector<TensorPart>& parts) {
   formats::DiskTable table;
   for (const auto& p : parts) {
     table.tensors.push_back(formats::whole_tensor(p.name, p.name, p.shape));
@@ -88,7 +88,7 @@ Snapshot snapshot_of(const Problem& problem, int rank) {
 void load_all(const path& checkpoint, const Snapshot& like, bool check) {
   const auto manifest = formats::read_manifest(checkpoint.string());
   for (const auto& set : like.sets) {
-    std::vector<Part> parts = set.parts;
+    std::vector<TensorPart> parts = set.parts;
     for (auto& p : parts) p.value = at::empty_like(p.value);
     const auto folder = TensorFolder::of_checkpoint(checkpoint, manifest, set.prefix);
     const auto table = table_of(parts);

@@ -160,7 +160,7 @@ void run_shape(LayerConfig c, int routing, double seconds, double dense_speed, b
                product = 2.0 * rows * static_cast<double>(c.model) * static_cast<double>(c.ffn);
   l.forward(nullptr), l.backward(nullptr);
   MOESH_RUN(cudaDeviceSynchronize());
-  const Experts e = l.experts();
+  const GroupedExperts e = l.experts();
   std::printf("T %ld D %ld F %ld E %ld K %ld, %s\n", c.tokens, c.model, c.ffn, c.experts, c.top_k,
               kRoutings[routing]);
   auto line = [&](const char* name, double flops, double bytes, const Times& t) {

@@ -99,7 +99,8 @@ class Layer {
         tokens_(mesh, 1, s.T, true),
         router_({.num_experts = s.E, .top_k = s.K, .normalize = true}, "gate", s.D, at::kBFloat16,
                 kDevice,
-                {.kind = Init::Kind::normal, .scale = 1 / std::sqrt(static_cast<double>(s.D))}) {
+                {.kind = Init::Distribution::normal,
+                 .scale = 1 / std::sqrt(static_cast<double>(s.D))}) {
     const auto normal = [&](at::IntArrayRef sizes, std::int64_t width) {
       return at::randn(sizes, at::TensorOptions(kDevice).dtype(at::kBFloat16))
           .div_(std::sqrt(static_cast<double>(width)));

@@ -2,9 +2,9 @@
 // Work that ends early, because the user no longer wants it: Ctrl-C in Python.
 
 #include <atomic>
-#include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/base/scoped_value.h"
 #include "moesh/base/this_thread.h"
 
 namespace moesh {
@@ -14,15 +14,12 @@ namespace moesh {
 class Interruptible {
  public:
   explicit Interruptible(const std::atomic<bool>* is_unwanted)
-      : outer_(std::exchange(this_thread.is_unwanted, is_unwanted)) {}
-  ~Interruptible() { this_thread.is_unwanted = outer_; }
-  Interruptible(const Interruptible&) = delete;
-  Interruptible& operator=(const Interruptible&) = delete;
+      : scope_(this_thread.is_unwanted, is_unwanted) {}
 
   static const std::atomic<bool>* current() { return this_thread.is_unwanted; }
 
  private:
-  const std::atomic<bool>* outer_;
+  ScopedValue<const std::atomic<bool>*> scope_;
 };
 
 /// Where long work may end: before a block of a model, a step, a chunk. Throws Error (internal),

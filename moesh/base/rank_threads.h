@@ -10,7 +10,7 @@ namespace moesh {
 void work_for_rank(int rank);
 
 /// By the number that the system has for a thread, or by the low 32 bits of its pthread_t, which is
-/// what CUPTI has for a thread that no operator ran in; -1: nobody knows.
+/// what CUPTI has for a thread that no operator ran in; -1: unknown.
 int rank_of_thread(std::int64_t number);
 
 /// While it lives, threads that have ended are still known.

@@ -24,10 +24,8 @@ double SectionTimes::of_step() const {
   return sum;
 }
 
-SectionClock::SectionClock(Clock::time_point start) : since_(start), outer_(this_thread.clock) {
-  this_thread.clock = this;
-}
-SectionClock::~SectionClock() { this_thread.clock = outer_; }
+SectionClock::SectionClock(Clock::time_point start)
+    : since_(start), scope_(this_thread.clock, this) {}
 
 void SectionClock::enter(Section section) {
   const auto now = Clock::now();

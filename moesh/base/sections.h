@@ -9,8 +9,8 @@
 
 namespace moesh {
 
-/// What the host does. The time of a step is the sum of those before `validation`; the last two are
-/// time between the steps.
+/// The sections of a step on the host. The time of a step is the sum of those before `validation`;
+/// the last two are time between the steps.
 enum class Section {
   data,  // waits for the batches, and hands them to the device
   forward,
@@ -42,11 +42,8 @@ class SectionClock {
  public:
   using Clock = std::chrono::steady_clock;
   explicit SectionClock(Clock::time_point start = Clock::now());
-  ~SectionClock();
-  SectionClock(const SectionClock&) = delete;
-  SectionClock& operator=(const SectionClock&) = delete;
 
-  /// What has passed since the last call, or since the start.
+  /// The time since the last call, or since the start.
   SectionTimes take();
 
   /// For what goes to and fro between sections by itself: InSection is for the rest.
@@ -59,12 +56,12 @@ class SectionClock {
   SectionTimes times_;
   Section current_ = Section::other;
   Clock::time_point since_;
-  SectionClock* outer_;
+  ScopedValue<SectionClock*> scope_;
 };
 
 /// The time of its scope belongs to a section, and no longer to the one around it. In `validation`
-/// and `saving` nothing changes: their time is none of a step. Without a clock nothing is summed
-/// up. Where somebody records, the scope is a slice.
+/// and `saving` nothing changes: their time does not belong to a step. Without a clock nothing is
+/// summed up. While a trace is recorded, the scope is a slice.
 class InSection {
  public:
   explicit InSection(Section section);

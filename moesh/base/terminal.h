@@ -1,5 +1,5 @@
 #pragma once
-// What is shown to a person: texts have names in them that others chose.
+// Makes texts safe to print: they contain names that other people chose.
 
 #include <string>
 #include <string_view>

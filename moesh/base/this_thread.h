@@ -1,5 +1,5 @@
 #pragma once
-// What a thread carries with it. It is asked for deep within calls that know nothing of it: by log
+// State of a thread, used deep within calls that do not pass it on: by log
 // lines, slices of a timeline, sections of a step, and points where work may end early.
 
 #include <atomic>
@@ -14,7 +14,7 @@ class Turns;
 struct ThisThread {
   int rank = -1;                                   // that log lines name; -1: none
   SectionClock* clock = nullptr;                   // of sections.h
-  Timeline* timeline = nullptr;                    // null where nobody records
+  Timeline* timeline = nullptr;                    // null if nothing is recorded
   const std::atomic<bool>* is_unwanted = nullptr;  // of interrupt.h
   Turns* turns = nullptr;                          // of turns.h; null: it takes none
   std::size_t place = 0;                           // among those that take turns

@@ -16,8 +16,7 @@ std::int64_t now() {
 
 }  // namespace
 
-Timeline::Timeline() : outer_(this_thread.timeline) { this_thread.timeline = this; }
-Timeline::~Timeline() { this_thread.timeline = outer_; }
+Timeline::Timeline() : scope_(this_thread.timeline, this) {}
 
 std::int64_t Timeline::number_of(std::string_view name) {
   if (const auto found = numbers_.find(name); found != numbers_.end()) return found->second;

@@ -1,5 +1,5 @@
 #pragma once
-// What the thread of a rank does, moment by moment, while somebody wants to know: steps, sections,
+// A record of the work of a rank's thread, while a trace is taken: steps, sections,
 // operators and collectives. Nobody does most of the time, and then a hook is a look at a pointer.
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "moesh/base/scoped_value.h"
 #include "moesh/base/this_thread.h"
 
 namespace moesh {
@@ -57,11 +58,8 @@ struct TimelineRecord {
 class Timeline {
  public:
   Timeline();
-  ~Timeline();
-  Timeline(const Timeline&) = delete;
-  Timeline& operator=(const Timeline&) = delete;
 
-  /// That of this thread; null where nobody records.
+  /// That of this thread; null if nothing is recorded.
   static Timeline* current() { return this_thread.timeline; }
 
   /// A slice begins; those that began in it must end before it. Returns its number.
@@ -76,7 +74,7 @@ class Timeline {
   void wait(std::int64_t collective);
   void ended(std::int64_t collective);
 
-  /// What was recorded. Slices that are open end now.
+  /// The record. Open slices end now.
   TimelineRecord take();
 
  private:
@@ -92,10 +90,10 @@ class Timeline {
   std::map<std::string, std::int64_t, std::less<>> numbers_;  // of names
   std::vector<std::int64_t> open_;                            // slices, the innermost last
   std::vector<Called> called_;                                // by collective
-  Timeline* outer_;
+  ScopedValue<Timeline*> scope_;
 };
 
-/// The time of its scope is a slice, where somebody records.
+/// The time of its scope is a slice, while a trace is recorded.
 class InSlice {
  public:
   InSlice(SliceKind kind, std::string_view name) : timeline_(Timeline::current()) {

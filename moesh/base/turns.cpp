@@ -13,7 +13,7 @@
 
 namespace moesh {
 
-// Whose turn it is.
+// Which piece of work may run.
 class Turns {
  public:
   explicit Turns(std::size_t count) : has_ended_(count, false) {}
@@ -79,8 +79,9 @@ void run_in_turn(Turns& turns, std::size_t me, const std::function<void()>& work
 }  // namespace
 
 void take_turns(const std::vector<std::function<void()>>& work) {
-  MOESH_CHECK(!work.empty() && !this_thread.turns, "turns of ", work.size(),
-              " pieces of work, in one that takes turns already: ", this_thread.turns != nullptr);
+  MOESH_CHECK(
+      !work.empty() && !this_thread.turns, "turns of ", work.size(),
+      " pieces of work, inside a piece that already takes turns: ", this_thread.turns != nullptr);
   Turns turns(work.size());
   SectionClock* const clock = this_thread.clock;
   const Section section = clock ? clock->current() : Section::other;

@@ -15,7 +15,7 @@ namespace moesh {
 /// Threads have what this_thread.h has, but for the timeline, which is that of the first only.
 void take_turns(const std::vector<std::function<void()>>& work);
 
-/// The others go on, each until it calls this, too. Where nobody takes turns nothing happens.
+/// The others go on, each until it calls this as well. Without turns nothing happens.
 void next_turn();
 
 }  // namespace moesh

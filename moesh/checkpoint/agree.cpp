@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -48,14 +48,14 @@ class Meetings {
     }
   }
 
-  // An exception came out of a meeting: there is no other one.
+  // An exception came out of a meeting: do not meet again.
   bool are_over() const { return are_over_; }
 
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::milliseconds kInterval{500};
 
-  // True while somebody is busy. Throws the fault of the first rank that has one.
+  // True while a rank is busy. Throws the fault of the first rank that has one.
   bool meet(bool is_busy, const std::string& fault) {
     are_over_ = true;
     const auto on_device = at::TensorOptions(group_.control_device());

@@ -1,5 +1,5 @@
 #pragma once
-// What one rank fails to do counts as done by none.
+// Work at which one rank fails counts as failed on all ranks.
 
 #include <functional>
 #include <string>
@@ -8,11 +8,10 @@
 
 namespace moesh::checkpoint {
 
-/// What long work calls between its pieces, so that ranks that have finished know that this one is
-/// alive: how much there is to read or write has nothing to do with the deadline of a wait. It
-/// throws when another rank has failed. Empty for work that only one rank does. In a thread that
-/// helps the rank it does nothing: the thread of the rank must call it while it waits for the
-/// other.
+/// Long work calls this between its pieces, so that ranks that have finished know that this one is
+/// alive: the deadline of a wait does not limit how much may be read or written. It throws if
+/// another rank has failed. Empty for work that only one rank does. In a helper thread it does
+/// nothing: the thread of the rank must call it while it waits for the helper.
 using Heartbeat = std::function<void()>;
 
 inline void beat(const Heartbeat& heartbeat) {

@@ -55,12 +55,12 @@ std::set<std::string> names_of(const formats::DiskTable& table) {
 
 // The parameters of one tensor, whole as far as they are in it: of several pieces of one, the box
 // around them.
-std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dtype) {
-  std::vector<Part> parts;
+std::vector<TensorPart> parts_of(const formats::DiskTensor& tensor, at::ScalarType dtype) {
+  std::vector<TensorPart> parts;
   for (const auto& source : tensor.sources) {
     Region region{source.offset, {}};
     for (const auto dim : source.dims) region.length.push_back(tensor.view[dim]);
-    const auto same = std::ranges::find(parts, source.param, &Part::name);
+    const auto same = std::ranges::find(parts, source.param, &TensorPart::name);
     if (same == parts.end()) {
       parts.push_back({.name = source.param, .region = region, .owned = true});
       continue;
@@ -72,7 +72,7 @@ std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dty
       length[d] = end - start[d];
     }
   }
-  for (Part& part : parts) part.value = at::empty(part.region.length, dtype);
+  for (TensorPart& part : parts) part.value = at::empty(part.region.length, dtype);
   return parts;
 }
 
@@ -87,7 +87,7 @@ class Merger {
   }
 
   bool adds_to(const std::string& param) const { return merge_.additions.contains(param); }
-  void add(Part& part) {
+  void add(TensorPart& part) {
     const Merge::Addition& addition = merge_.additions.at(part.name);
     const at::Tensor a = load(addition.a), both = load(addition.b),
                      b = addition.half ? both.select(1, *addition.half) : both;
@@ -110,7 +110,7 @@ class Merger {
     for (const auto& tensor : merge_.table.tensors)
       for (const auto& s : tensor.sources) {
         if (s.param != param) continue;
-        std::vector<Part> parts = parts_of(tensor, at::kDouble);
+        std::vector<TensorPart> parts = parts_of(tensor, at::kDouble);
         loader_.load(parts);
         return last_[param] = parts[0].value;
       }
@@ -162,15 +162,15 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   formats::SafetensorsIndex index{.total_size = 0};
   const auto files = plan_files("model", to_table.tensors, options.max_shard_size);
   for (const auto& file : files) {
-    OutputFile out(temporary / file.name, OutputFile::Mode::create);
+    CheckpointFile out(temporary / file.name, CheckpointFile::Mode::create);
     out.reserve(file.size);
     out.write(0, file.header);
     for (const auto& t : file.tensors) {
       auto parts = parts_of(*t.tensor, torch_dtype(t.dtype, t.tensor->name));
-      for (Part& part : parts)  // what is added to is rounded once
+      for (TensorPart& part : parts)  // what is added to is rounded once
         if (merger && merger->adds_to(part.name)) part.value = part.value.to(at::kDouble);
       loader.load(parts);
-      for (Part& part : parts)
+      for (TensorPart& part : parts)
         if (merger && merger->adds_to(part.name)) merger->add(part);
       write_tensor(out, t, by_name(parts));
       index.weight_map[t.tensor->name] = file.name;
@@ -190,7 +190,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   std::sort(manifest.files.begin(), manifest.files.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   {
-    OutputFile out(temporary / formats::kManifestFile, OutputFile::Mode::open);
+    CheckpointFile out(temporary / formats::kManifestFile, CheckpointFile::Mode::open);
     out.write(0, formats::write_manifest(manifest));
     out.sync();
   }

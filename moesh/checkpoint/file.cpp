@@ -33,11 +33,11 @@ constexpr const char* kCure = "choose a folder that can be written and has room"
 
 }  // namespace
 
-OutputFile::OutputFile(const std::filesystem::path& path, Mode mode)
+CheckpointFile::CheckpointFile(const std::filesystem::path& path, Mode mode)
     : formats::OutputFile(path, mode, kCure) {}
 
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes) {
-  OutputFile file(path, OutputFile::Mode::create);
+  CheckpointFile file(path, CheckpointFile::Mode::create);
   file.write(0, bytes);
   file.sync();
   return file.sums();
@@ -97,7 +97,7 @@ namespace {
 constexpr int kMostWorkers = 8;
 constexpr std::uint64_t kBytesPerWorker = std::uint64_t{64} << 20;
 
-// What the threads of one call have in common.
+// Shared state of the threads of one call.
 struct WorkerState {
   std::atomic<std::size_t> next = 0;
   std::mutex mutex;
@@ -106,7 +106,7 @@ struct WorkerState {
   std::exception_ptr fault;
 
   void fail(std::exception_ptr reason, std::size_t num_items) {
-    next = num_items;  // nobody begins another
+    next = num_items;  // no thread begins another
     const std::lock_guard lock(mutex);
     if (!fault) fault = std::move(reason);
   }

@@ -15,26 +15,26 @@
 
 namespace moesh::checkpoint {
 
-class OutputFile : public formats::OutputFile {
+class CheckpointFile : public formats::OutputFile {
  public:
-  OutputFile(const std::filesystem::path& path, Mode mode);
+  CheckpointFile(const std::filesystem::path& path, Mode mode);
 };
 
 /// Writes a small file, which is on the disk when this returns.
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes);
 /// Returns when the names in a folder are on the disk.
 void sync_folder(const std::filesystem::path& path);
-/// With the folders above it; nothing where it is there.
+/// Makes a folder, and the folders above it; nothing if it exists.
 void make_folders(const std::filesystem::path& path);
-/// A folder that nobody has made yet.
+/// Makes a folder that must not exist yet.
 void make_new_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
-/// Both exist, and swap names in one step; false where the file system cannot do that.
+/// Swaps the names of two existing folders in one step; false if the file system cannot do that.
 bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b);
-/// All that is in a folder but for the names in `kept`. A manifest goes last: what is left half-way
-/// still says that moesh made it. Of a link the link goes, and what it points to stays.
+/// Removes everything in a folder except the names in `kept`. The manifest is removed last, so that
+/// a half-removed folder still says that moesh made it. A link is removed, its target stays.
 void remove_contents(const std::filesystem::path& path, const std::set<std::string>& kept = {});
-/// A folder with all that is in it, in the same way.
+/// Removes a folder with its contents, in the same way.
 void remove_folder(const std::filesystem::path& path);
 
 // Work on files that several threads of a rank share: one thread hashes, or waits for the disk,
@@ -49,8 +49,8 @@ void share_work(std::size_t num_items, int num_threads,
                 const std::function<void(std::size_t item, std::size_t thread)>& f,
                 const std::function<void()>& meanwhile = {});
 
-/// Threads of a rank for so much work: its share of the machine's cores, up to eight (which keep a
-/// fast disk busy), and one for what is done at once.
+/// Threads of a rank for this much work: the rank's part of the machine's cores, up to eight (which
+/// keep a fast disk busy), and one if the work is tiny.
 int num_workers(std::uint64_t num_bytes);
 
 }  // namespace moesh::checkpoint

@@ -247,7 +247,8 @@ std::map<std::string, std::string> read_companions(const std::filesystem::path& 
       formats::check_file_name(name);
       formats::json_quoted(name);  // for the list of files in moesh.json
       const formats::InputFile file(folder / name);
-      // What somebody has put there since is no part of the checkpoint, and nothing is known of it.
+      // Files that were put there later are not part of the checkpoint, and nothing is known of
+      // them.
       const bool is_known = manifest && manifest->find(name);
       if (file.size() > kMaxBytes)
         leave_out(name, detail::concat("it has ", file.size(), " bytes"));

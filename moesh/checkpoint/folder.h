@@ -17,7 +17,7 @@ std::string temporary_name(std::int64_t step);  // while it is written
 std::string replaced_name(std::int64_t step);   // one that gives way to another of the same step
 std::string purged_name(std::int64_t step);     // while it is removed
 
-/// What the manifest of a checkpoint says in `extra` whose last steps were skipped: how many.
+/// Key in `extra` of a manifest: the number of skipped steps just before the checkpoint.
 constexpr const char* kSkippedSteps = "skipped_steps";
 
 /// The steps for which there is a folder, intact or not, in ascending order. None where there is no
@@ -31,11 +31,11 @@ formats::Manifest read_intact_manifest(const std::filesystem::path& checkpoint);
 /// Throws Error (storage) where the system cannot say.
 bool is_intact(const std::filesystem::path& checkpoint);
 
-/// Removes what an interrupted save or purge has left: such folders with a manifest in them, which
-/// may be empty, or with nothing. What else has such a name is not moesh's, and stays.
+/// Removes the folders that an interrupted save or purge has left: those with a manifest (even an
+/// empty one), and empty ones. Anything else with such a name is not moesh's, and stays.
 void remove_temporary(const std::filesystem::path& folder);
 /// Keeps the last `keep` of the intact checkpoints up to `newest`, which is one, and the last one
-/// that is proven: a step after it had finite gradients, which nobody knows of the newest. Only
+/// that is proven: a step after it had finite gradients, which is not known of the newest. Only
 /// those of `known` are ever removed: the run has read or written them. Later ones are not touched:
 /// a run that went back to an older checkpoint has not judged them.
 void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep,
@@ -68,8 +68,8 @@ constexpr const char* kLockFile = ".lock";
 /// warning.
 std::map<std::string, std::string> read_companions(const std::filesystem::path& folder);
 
-/// A config.json with the ids that another one has for the tokens which begin, end and pad a text.
-/// They do not matter to a model's numbers, and generating with it needs them.
+/// A config.json with the ids of another one for the tokens that begin, end and pad a text. A model
+/// computes without them, but generation needs them.
 std::string with_token_ids(const std::string& config_json, const std::string& of);
 
 }  // namespace moesh::checkpoint

@@ -1,5 +1,5 @@
 #pragma once
-// What a folder holds, and whether that is what was written.
+// The contents of a folder, and whether they are as they were written.
 
 #include <filesystem>
 #include <string>
@@ -9,7 +9,8 @@
 
 namespace moesh::checkpoint {
 
-/// What is in a folder of a model: which program wrote it, when in the run, its files and tensors.
+/// The contents of a model's folder: which program wrote it, when in the run, its files and
+/// tensors.
 std::string inspect(const std::filesystem::path& folder);
 
 /// A sentence on a file that is missing, or has another size or other bytes than the manifest says,

@@ -72,7 +72,7 @@ void check_size(const TensorFolder& folder, const formats::ModelOnDisk& model) {
   const double least = static_cast<double>(std::max<std::int64_t>(1, model.num_layers)) *
                        static_cast<double>(std::max<std::int64_t>(1, model.num_experts));
   MOESH_CHECK(least <= there, ErrorKind::data, "'", folder.path().string(), "': its files hold ",
-              there, " numbers in all, and its config.json tells of ", model.num_layers,
+              there, " numbers in all, and its config.json describes ", model.num_layers,
               " layers and ", model.num_experts,
               " experts in each; one of the two is another "
               "model's");
@@ -80,11 +80,11 @@ void check_size(const TensorFolder& folder, const formats::ModelOnDisk& model) {
 
 // One read: what a part and a tensor on disk have in common, and where it is.
 struct ReadJob {
-  const Part* part;
+  const TensorPart* part;
   const formats::DiskTensor* tensor;
   const formats::Source* source;
   Overlap overlap;
-  TensorFolder::Found found;
+  TensorFolder::FolderTensor found;
   bool must_be_finite;
 };
 
@@ -94,7 +94,8 @@ bool is_finite(const at::Tensor& x) {
          at::isfinite(x).all().item<bool>();
 }
 
-[[noreturn]] void fail_not_finite(const TensorFolder::Found& found, const at::Tensor& target) {
+[[noreturn]] void fail_not_finite(const TensorFolder::FolderTensor& found,
+                                  const at::Tensor& target) {
   const bool is_of_scales = found.quantized && !found.quantized->has_finite_scales();
   throw Error(ErrorKind::data,
               detail::concat("'", found.file->file().path().string(), "': tensor '",
@@ -103,7 +104,7 @@ bool is_finite(const at::Tensor& x) {
                              ": the file is damaged, or its training had diverged; take another"));
 }
 
-// Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
+// Reads a box of a tensor in slabs: the indices of one dimension that fit, with all that is
 // inside of them, holes included.
 void read_box(const ReadJob& job, const at::Tensor& target, const Heartbeat& heartbeat) {
   const Sizes& view = job.tensor->view;
@@ -235,7 +236,7 @@ void read_all(std::vector<ReadJob> jobs, const Heartbeat& heartbeat) {
       heartbeat);
 }
 
-void check_filled(const Part& part, std::int64_t filled) {
+void check_filled(const TensorPart& part, std::int64_t filled) {
   MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
               filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
 }
@@ -259,12 +260,12 @@ formats::DiskTensor in_blocks(const formats::DiskTensor& tensor, const formats::
 }
 
 // Codes of e4m3 that are no number, and exponents beyond those of numbers.
-void check_codes(const ReadJob& job, kernels::Quantization::Kind kind, bool is_scales) {
+void check_codes(const ReadJob& job, kernels::Quantization::Format kind, bool is_scales) {
   const at::Tensor bytes = in_view_order(*job.part, *job.source, job.overlap);
-  if (kind == kernels::Quantization::Kind::float8 && !is_scales &&
+  if (kind == kernels::Quantization::Format::float8 && !is_scales &&
       bytes.bitwise_and(127).eq(127).any().item<bool>())
     fail_not_finite(job.found, bytes);
-  if (kind != kernels::Quantization::Kind::mxfp4 || !is_scales) return;
+  if (kind != kernels::Quantization::Format::mxfp4 || !is_scales) return;
   const auto most = bytes.max().item<std::int64_t>();
   MOESH_CHECK(most <= kernels::kMostExponent, ErrorKind::data, "'",
               job.found.file->file().path().string(), "': tensor '", job.found.info->name,
@@ -274,11 +275,11 @@ void check_codes(const ReadJob& job, kernels::Quantization::Kind kind, bool is_s
 }
 
 // Only the text part, where a model takes text and images.
-void keep_text_model(std::map<std::string, TensorFolder::Found>& tensors) {
+void keep_text_model(std::map<std::string, TensorFolder::FolderTensor>& tensors) {
   if (std::none_of(tensors.begin(), tensors.end(),
                    [](const auto& entry) { return formats::is_of_text_and_images(entry.first); }))
     return;
-  std::map<std::string, TensorFolder::Found> kept;
+  std::map<std::string, TensorFolder::FolderTensor> kept;
   for (const auto& [name, found] : tensors)
     if (const std::string own = formats::name_in_text_model(name); !own.empty())
       kept.emplace(own, found);
@@ -304,11 +305,11 @@ std::size_t BlockFile::kept_bytes() const {
   return sum;
 }
 
-const BlockFile::Block& BlockFile::block(std::uint64_t number) {
+const BlockFile::ReadBlock& BlockFile::block(std::uint64_t number) {
   const auto found = std::find_if(blocks_.begin(), blocks_.end(),
-                                  [&](const Block& b) { return b.number == number; });
+                                  [&](const ReadBlock& b) { return b.number == number; });
   if (found != blocks_.end()) return *found;
-  Block fresh{.number = number};
+  ReadBlock fresh{.number = number};
   if (blocks_.size() == kKeptBlocks) {  // its memory serves again
     fresh.bytes = std::move(blocks_.front().bytes);
     blocks_.erase(blocks_.begin());
@@ -327,7 +328,7 @@ const BlockFile::Block& BlockFile::block(std::uint64_t number) {
 
 void BlockFile::read(std::uint64_t offset, std::span<std::byte> to) {
   while (!to.empty()) {
-    const Block& from = block(offset / formats::kBlockBytes);
+    const ReadBlock& from = block(offset / formats::kBlockBytes);
     const std::uint64_t skipped = offset % formats::kBlockBytes;
     const auto count = std::min<std::size_t>(to.size(), from.bytes.size() - skipped);
     std::memcpy(to.data(), from.bytes.data() + skipped, count);
@@ -357,8 +358,8 @@ TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::st
   });
   for (const auto& file : files_) {
     for (const auto& info : file->file().header().tensors)
-      MOESH_CHECK(tensors_.emplace(info.name, Found{{file.get(), &info}}).second, ErrorKind::data,
-                  "'", path_.string(), "': tensor '", info.name,
+      MOESH_CHECK(tensors_.emplace(info.name, FolderTensor{{file.get(), &info}}).second,
+                  ErrorKind::data, "'", path_.string(), "': tensor '", info.name,
                   "' is in two files; take one of them away");
   }
 }
@@ -378,7 +379,7 @@ void TensorFolder::join_quantized() {
   for (const auto& q : quantized_) {
     const std::string& name = q->info().name;
     for (const char* part : {"", "_scale_inv", "_blocks", "_scales"}) tensors_.erase(name + part);
-    tensors_.emplace(name, Found{{q->file(), &q->info()}, q.get()});
+    tensors_.emplace(name, FolderTensor{{q->file(), &q->info()}, q.get()});
   }
 }
 
@@ -475,12 +476,12 @@ namespace {
 
 // Pages of both that lie evenly from the first to the last. What is of another type is not looked
 // at: its rounding may differ.
-bool have_same_sample(const TensorFolder::Found& a, const TensorFolder::Found& b) {
+bool have_same_sample(const TensorFolder::FolderTensor& a, const TensorFolder::FolderTensor& b) {
   constexpr std::uint64_t kPages = 64, kPage = 4096;
   const std::uint64_t size = a.info->end - a.info->begin;
   if (a.quantized || b.quantized || a.info->dtype != b.info->dtype) return true;
   if (size != b.info->end - b.info->begin) return false;
-  const auto page = [&](const TensorFolder::Found& t, std::uint64_t offset) {
+  const auto page = [&](const TensorFolder::FolderTensor& t, std::uint64_t offset) {
     std::vector<std::byte> bytes(std::min(kPage, size - offset));
     t.file->read(t.file->file().header().data_start + t.info->begin + offset, bytes);
     return bytes;
@@ -544,7 +545,7 @@ Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : fo
   }
 }
 
-TensorFolder::Found Loader::found(const TableEntry& entry) const {
+TensorFolder::FolderTensor Loader::found(const TableEntry& entry) const {
   const auto found = folder_.tensors().find(entry.tensor->name);
   MOESH_CHECK(found != folder_.tensors().end(), ErrorKind::data, "'", folder_.path().string(),
               "' has no tensor '", entry.tensor->name, "'");
@@ -559,10 +560,10 @@ formats::Dtype Loader::dtype_of(const std::string& param) const {
   return found(entries_.at(param).front()).info->dtype;
 }
 
-void Loader::load(const std::vector<Part>& parts, const Heartbeat& heartbeat,
+void Loader::load(const std::vector<TensorPart>& parts, const Heartbeat& heartbeat,
                   bool must_be_finite) const {
   const at::NoGradGuard no_grad;
-  std::vector<Part> on_host = parts;
+  std::vector<TensorPart> on_host = parts;
   for (auto& p : on_host) p.value = host_memory(p.value);
   std::vector<ReadJob> jobs;
   for (const auto& part : on_host) {
@@ -583,8 +584,8 @@ void Loader::load(const std::vector<Part>& parts, const Heartbeat& heartbeat,
 
 void Loader::load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat) const {
   const at::NoGradGuard no_grad;
-  // What jobs point to.
-  std::deque<Part> on_host;
+  // Owns the objects that jobs point to.
+  std::deque<TensorPart> on_host;
   std::deque<formats::DiskTensor> tensors;
   std::deque<formats::TensorInfo> infos;
   for (const auto& [name, shape, box] : parts)
@@ -593,12 +594,12 @@ void Loader::load(const std::vector<QuantizedPart>& parts, const Heartbeat& hear
       const Sizes block =
           is_scales ? box->how.scale_block(num_dims) : box->how.code_block(num_dims);
       const kernels::BlockBox blocks = kernels::covering(box->start, box->length, block);
-      const Part& part = on_host.emplace_back(
-          Part{.name = name,
-               .shape = kernels::covering(Sizes(num_dims, 0), shape, block).length,
-               .region = {blocks.start, blocks.length},
-               .owned = false,
-               .value = host_memory(is_scales ? box->scales : box->codes)});
+      const TensorPart& part = on_host.emplace_back(
+          TensorPart{.name = name,
+                     .shape = kernels::covering(Sizes(num_dims, 0), shape, block).length,
+                     .region = {blocks.start, blocks.length},
+                     .owned = false,
+                     .value = host_memory(is_scales ? box->scales : box->codes)});
       std::vector<ReadJob> jobs;
       std::int64_t filled = 0;
       for (const auto& entry : entries_.at(name)) {

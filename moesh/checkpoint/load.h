@@ -35,15 +35,15 @@ class BlockFile {
   std::size_t kept_bytes() const;
 
  private:
-  struct Block {
+  struct ReadBlock {
     std::uint64_t number;
     std::vector<std::byte> bytes;
   };
-  const Block& block(std::uint64_t number);
+  const ReadBlock& block(std::uint64_t number);
 
   formats::SafetensorsFile file_;
   std::optional<formats::ManifestFile> expected_;
-  std::vector<Block> blocks_;  // the last that were read, the newest at the end
+  std::vector<ReadBlock> blocks_;  // the last that were read, the newest at the end
 };
 
 /// A small file of a folder, such as config.json, compared with the manifest where there is one.
@@ -55,14 +55,14 @@ std::string read_config(const std::filesystem::path& folder);
 /// The tensors of several files by name.
 class TensorFolder {
  public:
-  struct Found : StoredTensor {
+  struct FolderTensor : StoredTensor {
     const Quantized* quantized = nullptr;  // null: the bytes are the numbers
   };
 
   /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used
   /// where there is one. What is quantized counts as the one tensor that it stands for.
   static TensorFolder weights(const std::filesystem::path& folder);
-  /// What a LoRA adapter adds, from its one file. The manifest is used where there is one.
+  /// The tensors of a LoRA adapter, from its one file. The manifest is used where there is one.
   static TensorFolder adapter(const std::filesystem::path& folder);
   /// One file by itself, without a manifest.
   static TensorFolder of_file(const std::filesystem::path& file);
@@ -70,7 +70,7 @@ class TensorFolder {
   static TensorFolder of_checkpoint(const std::filesystem::path& folder,
                                     const formats::Manifest& manifest, const std::string& prefix);
 
-  const std::map<std::string, Found>& tensors() const { return tensors_; }
+  const std::map<std::string, FolderTensor>& tensors() const { return tensors_; }
   bool has_quantized() const { return !quantized_.empty(); }
   const std::filesystem::path& path() const { return path_; }
   /// Bytes of blocks in memory: while a rank loads, at most four for each of its four readers.
@@ -84,21 +84,20 @@ class TensorFolder {
   std::filesystem::path path_;
   std::vector<std::unique_ptr<BlockFile>> files_;
   std::vector<std::unique_ptr<Quantized>> quantized_;
-  std::map<std::string, Found> tensors_;
+  std::map<std::string, FolderTensor> tensors_;
 };
 
 /// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no
 /// others: it lists those that are missing and those that are unexpected.
 void check_names(const TensorFolder& folder, const formats::DiskTable& table);
-/// Tells the user which tensors of the folder are not read though they hold something of their own:
-/// those that the table leaves out, and copies that are not what they are copies of, as far as a
-/// sample of their bytes shows.
+/// Warns of tensors in the folder that are not read although they have values of their own: those
+/// that the table leaves out, and copies that differ from the tensor that they should repeat, as
+/// far as a sample of their bytes shows.
 void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table);
-/// The layout in which the folder has its experts; where none fits, check_names of the nearest one
-/// throws.
+/// The layout of the experts in the folder; if none fits, check_names of the nearest one throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);
 
-/// What a rank has of a parameter that rests quantized.
+/// A rank's part of a parameter that stays quantized.
 struct QuantizedPart {
   std::string name;
   Sizes shape;  // of the whole
@@ -113,11 +112,11 @@ class Loader {
   /// Fills the values of all parts, with a heartbeat between pieces. Tensors are read in the order
   /// of the files, so pass many at once. Where numbers must be finite, one that is not is an Error
   /// (data) that names its tensor.
-  void load(const std::vector<Part>& parts, const Heartbeat& heartbeat = {},
+  void load(const std::vector<TensorPart>& parts, const Heartbeat& heartbeat = {},
             bool must_be_finite = false) const;
-  /// The same of what stays as it is in the folder: codes and scales. All numbers must be finite.
+  /// The same for parameters that stay quantized: codes and scales. All numbers must be finite.
   void load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat = {}) const;
-  /// By their names the parameters that the folder has quantized, all numbers of each in one way.
+  /// The parameters that are quantized in the folder, by name; each has one format.
   std::map<std::string, kernels::Quantization> quantization() const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;
@@ -127,7 +126,7 @@ class Loader {
     const formats::DiskTensor* tensor;
     const formats::Source* source;
   };
-  TensorFolder::Found found(const TableEntry& entry) const;
+  TensorFolder::FolderTensor found(const TableEntry& entry) const;
 
   const TensorFolder& folder_;
   std::deque<formats::DiskTensor> stored_order_;            // of tensors that are quantized

@@ -25,9 +25,9 @@ std::optional<std::size_t> neighbours(const Region& a, const Region& b) {
 
 }  // namespace
 
-Part part_of(const Stored& w) { return part_of(w, w.spec.name, w.value.detach()); }
+TensorPart part_of(const Stored& w) { return part_of(w, w.spec.name, w.value.detach()); }
 
-Part part_of(const Stored& w, const std::string& name, const at::Tensor& value) {
+TensorPart part_of(const Stored& w, const std::string& name, const at::Tensor& value) {
   return {.name = name,
           .shape = w.spec.shape,
           .region = w.shard,
@@ -35,7 +35,7 @@ Part part_of(const Stored& w, const std::string& name, const at::Tensor& value) 
           .value = value};
 }
 
-Part replicated_part(const std::string& name, const at::Tensor& value, int rank) {
+TensorPart replicated_part(const std::string& name, const at::Tensor& value, int rank) {
   return {.name = name,
           .shape = value.sizes().vec(),
           .region = {Sizes(static_cast<std::size_t>(value.dim()), 0), value.sizes().vec()},
@@ -96,7 +96,8 @@ std::optional<Overlap> overlap_with(const formats::DiskTensor& tensor,
   return overlap;
 }
 
-at::Tensor in_view_order(const Part& part, const formats::Source& source, const Overlap& overlap) {
+at::Tensor in_view_order(const TensorPart& part, const formats::Source& source,
+                         const Overlap& overlap) {
   at::Tensor t = part.value;
   std::vector<std::int64_t> order(source.dims.size());
   std::iota(order.begin(), order.end(), 0);
@@ -150,7 +151,7 @@ at::Tensor to_host(const at::Tensor& value) {
   return host;
 }
 
-std::vector<Filled> merged(std::vector<Filled> boxes) {
+std::vector<BoxWithValues> merged(std::vector<BoxWithValues> boxes) {
   for (bool again = true; again;) {
     again = false;
     for (std::size_t i = 0; i < boxes.size() && !again; ++i)

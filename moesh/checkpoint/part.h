@@ -13,8 +13,8 @@ namespace moesh::checkpoint {
 
 using Sizes = std::vector<std::int64_t>;
 
-/// What a rank has of one tensor: a parameter, or something shaped like it.
-struct Part {
+/// A rank's part of one tensor: a parameter, or something shaped like it.
+struct TensorPart {
   std::string name;
   Sizes shape;       // of the whole
   Region region;     // which box of it `value` is
@@ -24,10 +24,10 @@ struct Part {
 
 /// The part of a parameter that this rank of the current mesh stores, or of an optimizer's state
 /// that is split like it.
-Part part_of(const Stored& w);
-Part part_of(const Stored& w, const std::string& name, const at::Tensor& value);
-/// Something that every rank has all of. Rank 0 writes it.
-Part replicated_part(const std::string& name, const at::Tensor& value, int rank);
+TensorPart part_of(const Stored& w);
+TensorPart part_of(const Stored& w, const std::string& name, const at::Tensor& value);
+/// A tensor that every rank has whole. Rank 0 writes it.
+TensorPart replicated_part(const std::string& name, const at::Tensor& value, int rank);
 
 std::int64_t num_elements(const Sizes& sizes);
 
@@ -41,13 +41,14 @@ struct Overlap {
   Region param;  // in the whole parameter
   Region view;   // in the view of the tensor
 };
-/// What of `region` of the source's parameter is in the tensor; nothing if none of it is.
+/// The part of `region` of the source's parameter that is in the tensor; nothing if none is.
 std::optional<Overlap> overlap_with(const formats::DiskTensor& tensor,
                                     const formats::Source& source, const Region& region);
 
 /// The values of an overlap, their dimensions in the order of the view: [overlap.view.length], a
 /// view into `part.value`.
-at::Tensor in_view_order(const Part& part, const formats::Source& source, const Overlap& overlap);
+at::Tensor in_view_order(const TensorPart& part, const formats::Source& source,
+                         const Overlap& overlap);
 
 /// f(first element in the view, first element in the box, number of elements) for each run of
 /// elements of the box that are neighbours in the view.
@@ -60,12 +61,12 @@ void each_run(
 at::Tensor to_host(const at::Tensor& value);
 
 /// A box of a view with its values.
-struct Filled {
+struct BoxWithValues {
   Region box;
   at::Tensor value;  // [box.length]
 };
-/// Puts boxes together that are neighbours along one dimension, so that what is interleaved on disk
-/// makes long runs.
-std::vector<Filled> merged(std::vector<Filled> boxes);
+/// Joins boxes that are neighbours along one dimension, so that interleaved tensors are written in
+/// long runs.
+std::vector<BoxWithValues> merged(std::vector<BoxWithValues> boxes);
 
 }  // namespace moesh::checkpoint

@@ -20,9 +20,10 @@ std::uint64_t num_bytes(const formats::DiskTensor& t) {
   return static_cast<std::uint64_t>(num_elements(t.shape)) * formats::size_of(t.dtype.value());
 }
 
-// What this rank owns of one tensor, in boxes that are as large as can be.
-std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsByName& parts) {
-  std::vector<Filled> boxes;
+// This rank's part of one tensor, in boxes that are as large as possible.
+std::vector<BoxWithValues> owned_boxes(const formats::DiskTensor& tensor,
+                                       const PartsByName& parts) {
+  std::vector<BoxWithValues> boxes;
   for (const auto& source : tensor.sources) {
     const auto found = parts.find(source.param);
     // A rank of a pipeline has the parameters of its own stages.
@@ -69,7 +70,7 @@ std::vector<PlannedFile> plan_files(const std::string& prefix,
   return files;
 }
 
-PartsByName by_name(const std::vector<Part>& parts) {
+PartsByName by_name(const std::vector<TensorPart>& parts) {
   PartsByName map;
   for (const auto& p : parts)
     MOESH_CHECK(map.emplace(p.name, &p).second, "two parts of a checkpoint are called '", p.name,
@@ -96,7 +97,7 @@ bool owns_some(const PlannedTensor& t, const PartsByName& parts) {
   });
 }
 
-void write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& parts) {
+void write_tensor(CheckpointFile& out, const PlannedTensor& t, const PartsByName& parts) {
   const auto dtype = torch_dtype(t.dtype, t.tensor->name);
   const auto element = formats::size_of(t.dtype);
   for (const auto& [box, value] : owned_boxes(*t.tensor, parts)) {

@@ -11,12 +11,12 @@
 
 namespace moesh::checkpoint {
 
-/// Tensors that are saved together, and what this rank has of the parameters that they are made of.
+/// Tensors that are saved together, and this rank's parts of the parameters that they are made of.
 struct TensorSet {
   // Files are <prefix>-00001-of-00002.safetensors; or it is the name of one: x.safetensors.
   std::string prefix;
   std::vector<formats::DiskTensor> tensors;  // each with its dtype
-  std::vector<Part> parts;
+  std::vector<TensorPart> parts;
 };
 
 struct PlannedTensor {
@@ -40,13 +40,13 @@ std::vector<PlannedFile> plan_files(const std::string& prefix,
                                     const std::vector<formats::DiskTensor>& tensors,
                                     std::uint64_t max_size);
 
-using PartsByName = std::map<std::string, const Part*>;
-PartsByName by_name(const std::vector<Part>& parts);
+using PartsByName = std::map<std::string, const TensorPart*>;
+PartsByName by_name(const std::vector<TensorPart>& parts);
 
 /// Whether this rank owns any of a tensor.
 bool owns_some(const PlannedTensor& tensor, const PartsByName& parts);
-/// Writes what this rank owns of a tensor. Threads may write different tensors at the same time,
-/// each through an OutputFile of its own.
-void write_tensor(OutputFile& out, const PlannedTensor& tensor, const PartsByName& parts);
+/// Writes this rank's part of a tensor. Threads may write different tensors at the same time, each
+/// through a CheckpointFile of its own.
+void write_tensor(CheckpointFile& out, const PlannedTensor& tensor, const PartsByName& parts);
 
 }  // namespace moesh::checkpoint

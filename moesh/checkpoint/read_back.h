@@ -30,7 +30,8 @@ class ReadBack {
   Range range_of(std::size_t block) const;
   const std::string& file_of(std::size_t block) const;
 
-  /// What this rank wrote to a file. Returns the blocks of which it has now written every byte.
+  /// Records a write of this rank to a file. Returns the blocks of which it has now written every
+  /// byte.
   std::vector<std::size_t> add_written(const std::string& file, const formats::BlockSums& sums);
 
   /// A thread has one file open at a time.
@@ -42,8 +43,8 @@ class ReadBack {
   /// Reads a block from the disk, where the system can do that. It must have been flushed.
   void read_back(std::size_t block, Reader& reader);
 
-  /// All ranks tell what they wrote and read. What nobody has read back is divided among them:
-  /// returns this rank's.
+  /// All ranks say what they wrote and read. Blocks that no rank has read back are divided among
+  /// them: returns this rank's.
   std::vector<std::size_t> left_to_read(comm::Group& group);
   /// Throws Error (storage) where this rank read other values than all ranks have written.
   void check() const;

@@ -21,7 +21,7 @@
 namespace moesh::checkpoint {
 namespace {
 
-// So many blocks that are whole are flushed and read back at once: enough for a flush to be worth
+// Number of complete blocks that are flushed and read back together: enough for a flush to be worth
 // its while, few enough for the disk to be at work from the beginning to the end.
 constexpr std::size_t kBatchBlocks = 16;
 
@@ -109,14 +109,14 @@ class Saver {
     remove_temporary(options_.folder);
     make_new_folder(temporary_);
     made_ = true;
-    // The folder says from the beginning that moesh made it, and is no checkpoint before its end.
+    // From the beginning the folder says that moesh made it; only at its end it is a checkpoint.
     write_file(temporary_ / formats::kManifestFile, "");
     for (const auto& plan : plans_)
       for (const auto& file : plan) {
         beat(heartbeat);
         const auto path = temporary_ / file.name;
         make_folders(path.parent_path());
-        OutputFile out(path, OutputFile::Mode::create);
+        CheckpointFile out(path, CheckpointFile::Mode::create);
         out.reserve(file.size);
         out.write(0, file.header);
         out.sync();
@@ -151,7 +151,7 @@ class Saver {
   void write_tensors(const Heartbeat& heartbeat) {
     struct TensorWriter {
       const PlannedFile* file = nullptr;
-      std::optional<OutputFile> out = {};
+      std::optional<CheckpointFile> out = {};
       ReadBack::Reader reader = {};
     };
     std::vector<PartsByName> parts;
@@ -170,7 +170,7 @@ class Saver {
           if (w.file != items[i].file) {
             w.out.reset();
             w.file = items[i].file;
-            w.out.emplace(temporary_ / w.file->name, OutputFile::Mode::open);
+            w.out.emplace(temporary_ / w.file->name, CheckpointFile::Mode::open);
           }
           write_tensor(*w.out, *items[i].tensor, *items[i].parts);
           const auto whole = blocks_.add_written(w.file->name, w.out->take_sums());
@@ -199,7 +199,7 @@ class Saver {
     std::set<std::string> flushed;
     for (const std::size_t block : batch)
       if (const auto& name = blocks_.file_of(block); flushed.insert(name).second)
-        OutputFile(temporary_ / name, OutputFile::Mode::open).sync();
+        CheckpointFile(temporary_ / name, CheckpointFile::Mode::open).sync();
     for (const std::size_t block : batch) blocks_.read_back(block, reader);
   }
 
@@ -210,12 +210,12 @@ class Saver {
     share_work(
         written.size(), num_threads_,
         [&](std::size_t i, std::size_t) {
-          OutputFile(temporary_ / written[i]->name, OutputFile::Mode::open).sync();
+          CheckpointFile(temporary_ / written[i]->name, CheckpointFile::Mode::open).sync();
         },
         heartbeat);
   }
 
-  // What is left of the blocks, this rank's share of it: those that several ranks wrote, and the
+  // This rank's share of the remaining blocks: those that several ranks wrote, and the
   // last ones. What is hashed is what the writers had in memory, or the save fails.
   void read_back(const std::vector<std::size_t>& left, const Heartbeat& heartbeat) {
     std::vector<ReadBack::Reader> readers(static_cast<std::size_t>(num_threads_));
@@ -230,7 +230,7 @@ class Saver {
     const std::string text = formats::write_manifest(manifest);
     const auto path = temporary_ / formats::kManifestFile;
     {
-      OutputFile out(path, OutputFile::Mode::open);
+      CheckpointFile out(path, CheckpointFile::Mode::open);
       out.write(0, text);
       out.sync();
     }

@@ -15,8 +15,8 @@
 
 namespace moesh::checkpoint {
 
-/// What is to be saved. The tensors are the same on every rank, the parts are this rank's own; the
-/// texts are taken from rank 0.
+/// The data of a checkpoint. The tensors are the same on every rank, the parts are this rank's own;
+/// the texts are taken from rank 0.
 struct Snapshot {
   std::vector<TensorSet>
       sets;  // the first are the weights, which get an index if they may be several files

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/config/guess.h"
@@ -209,7 +210,7 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
     throw Error(ErrorKind::config, detail::concat(e.what(), "; moesh help lists what there is"));
   }
   const auto named = app.get_subcommands();
-  // What comes before a command, or is no command.
+  // Words before a command, or that are not a command.
   if (const Args loose = app.remaining(); !loose.empty())
     throw_no_command(commands, named.empty() ? loose[0] : named[0]->get_name() + " " + loose[0]);
   if (app.count(kLogLevel) > 0) line.log_level = values_of(app, log_level).front();
@@ -226,6 +227,30 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
     for (const std::string& arg : line.given.rest_)
       if (arg.starts_with("-") && arg.size() > 1) throw_no_option(*line.command, arg);
   return line;
+}
+
+std::int64_t parse_size(const std::string& text) {
+  const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                                                  {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
+                                                  {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
+  double number = 0;
+  char unit[8] = "";
+  const int num_read = std::sscanf(text.c_str(), "%lf %7s", &number, unit);
+  for (const auto& [name, factor] : units)
+    if (num_read >= 1 && number > 0 && std::isfinite(number) && std::string(unit) == name)
+      return static_cast<std::int64_t>(number * factor);
+  throw Error(
+      ErrorKind::config,
+      "--memory is '" + text + "'; it takes a number with its unit, such as 80GiB, 80GB or 500MiB");
+}
+
+std::string size_text(double bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  size_t i = 0;
+  for (; std::abs(bytes) >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
+  return text;
 }
 
 }  // namespace moesh::cli

@@ -2,6 +2,7 @@
 // The command line: which command, and what it is given. CLI11 reads the commands and their own
 // options; the options of a configuration, whose keys depend on the model, go through unread.
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -21,7 +22,7 @@ struct CommandOption {
 
 struct Command;
 struct CommandLine;
-/// What a command is given.
+/// The arguments of a command.
 class Arguments {
  public:
   /// The value of an option; nothing where it is not there. An option without a value has an empty
@@ -35,7 +36,7 @@ class Arguments {
   double real(const std::string& name, double initial) const;
   bool has(const std::string& name) const { return values_.contains(name); }
 
-  /// What is left: the options of the configuration, or the words of a command that takes none.
+  /// The rest: the options of the configuration, or the words of a command that takes none.
   const Args& rest() const { return rest_; }
   /// Throws Error (config) unless they are `count` words.
   void expect_words(std::size_t count) const;
@@ -77,7 +78,15 @@ struct CommandLine {
 const Command& find_command(const std::vector<Command>& commands, const std::string& name);
 
 /// Throws Error (config) where no command is called so, an option has no value, is there twice, or
-/// is none of a command that takes no configuration.
+/// is not an option of a command without a configuration.
 CommandLine read_command_line(const std::vector<Command>& commands, const Args& args);
+
+/// "80GiB", "80 GB", "500MiB" of --memory. A number without a unit is refused: a user who writes 80
+/// does not mean bytes.
+std::int64_t parse_size(const std::string& text);
+
+/// "1.50 GiB"
+std::string size_text(double bytes);
+inline std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
 
 }  // namespace moesh::cli

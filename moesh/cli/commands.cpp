@@ -11,7 +11,6 @@
 #include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/base/version.h"
-#include "moesh/cli/memory_errors.h"
 #include "moesh/cli/train_command.h"
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"
@@ -305,7 +304,7 @@ const std::vector<Command>& commands() {
            "INPUT is a *.txt or *.jsonl file, also packed as .gz or .zst, a folder, a glob, "
            "or - for standard input. A run that was stopped continues where it was. Chats need "
            "Python: `python -m moesh tokenize` takes the same arguments and writes "
-           "PREFIX.mask as well (docs/finetune.md)."},
+           "PREFIX.mask as well (docs/chats.md)."},
       {.name = "generate",
        .words = "FOLDER",
        .help = "continue a prompt with a model",

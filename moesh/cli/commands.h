@@ -1,10 +1,13 @@
 #pragma once
 // The commands of the program `moesh`; each returns its exit code.
 
-#include <string>
 #include <vector>
 
 #include "moesh/cli/command_line.h"
+
+namespace moesh::data {
+struct TokenizeOptions;
+}
 
 namespace moesh::cli {
 
@@ -23,6 +26,8 @@ int run_estimate_in_time(const Arguments& given);
 int run_convert(const Arguments& given);
 int run_inspect(const Arguments& given);
 int run_tokenize(const Arguments& given);
+/// The arguments of `moesh tokenize` as options.
+data::TokenizeOptions tokenize_options(const Arguments& given);
 int run_generate(const Arguments& given);
 int run_report(const Arguments& given);
 

@@ -6,7 +6,6 @@
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/named_output.h"
-#include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
 #include "moesh/config/options.h"
 #include "moesh/estimate/estimate.h"

@@ -10,7 +10,6 @@
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/named_output.h"
-#include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
 #include "moesh/config/options.h"
 #include "moesh/estimate/search_time.h"
@@ -26,7 +25,7 @@ namespace {
 constexpr size_t kMostListed = 10;
 constexpr int kMostColumns = 120;
 
-// What is asked for besides the configuration.
+// Arguments besides the configuration.
 struct Asked {
   Cluster cluster;
   bool searches = false, draws = false;
@@ -34,7 +33,7 @@ struct Asked {
   std::optional<std::string> json, memory;
 };
 
-// The cluster that is named, or as many H100 as --search says.
+// The named cluster, or the number of H100 of --search.
 Cluster cluster_of(const Arguments& given) {
   const auto named = given.text("--cluster"), number = given.text("--search");
   if (named) {
@@ -143,7 +142,7 @@ Args without_mesh(const Args& args) {
   return kept;
 }
 
-// What was asked for, what was chosen and what was found.
+// The request, the choices and the results.
 std::string ready_command(const Args& args, const std::vector<std::string>& chosen,
                           const Config& config, const StepTime& best) {
   std::string text = "moesh train";
@@ -204,7 +203,7 @@ void write_json(const std::string& path, const std::vector<StepTime>& all) {
   NamedOutput("--json", path).write(formats::to_json(file) + "\n");
 }
 
-// What a step is, and what of it nobody has asked for.
+// The sizes of a step, and which of them the user has not set.
 void print_sizes(const Config& c, const std::vector<std::string>& chosen) {
   std::printf("sequences of %s tokens", with_commas(c.data.sequence_length).c_str());
   if (c.training.global_batch_size > 0)
@@ -242,7 +241,7 @@ Progress show_progress() {
   };
 }
 
-// The nodes are those of the cluster, if nobody has asked for others.
+// The nodes are those of the cluster, unless the user has set others.
 Config on_nodes_of(const Cluster& cluster, const Config& config) {
   if (config.parallelism.ranks_per_node != 0) return config;
   return changed(

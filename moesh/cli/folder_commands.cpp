@@ -37,7 +37,7 @@ T one_of(const std::string& option, const std::string& text,
   throw Error(ErrorKind::config, option + " is '" + text + "'; it takes " + names);
 }
 
-// What the adapter of a folder adds to each parameter.
+// The terms that the adapter of a folder adds to each parameter.
 checkpoint::Merge merge_of(const models::AnyConfig& config, const std::filesystem::path& folder) {
   const models::Lora lora = models::read_adapter(config, folder);
   checkpoint::Merge merge{
@@ -90,8 +90,9 @@ int run_inspect(const Arguments& given) {
   given.expect_words(1);
   const Args& args = given.rest();
   if (!formats::is_folder(args[0])) {
-    MOESH_CHECK(!given.has("--check"), ErrorKind::config, "--check is for a folder, and '", args[0],
-                "' is none; moesh tokenize --check PREFIX compares tokens with their checksums");
+    MOESH_CHECK(
+        !given.has("--check"), ErrorKind::config, "--check is for a folder, and '", args[0],
+        "' is not a folder; moesh tokenize --check PREFIX compares tokens with their checksums");
     const char* no_color = std::getenv("NO_COLOR");
     const bool has_colors = isatty(STDOUT_FILENO) != 0 && !(no_color && *no_color);
     std::printf("%s", data::show_document({.path = args[0],

@@ -163,7 +163,7 @@ int run_generate(const Arguments& given) {
 
   const auto words = find_words(folder, tokenizer, prompt.has_value());
   options.prompt = prompt ? words->encode(*prompt) : read_ids(*prompt_ids);
-  if (options.max_new_tokens == 0) {  // nobody has asked for more than the model has places for
+  if (options.max_new_tokens == 0) {  // not set: as many as the model has positions for
     const std::int64_t room =
         models::facts(config.model.architecture).max_sequence - std::ssize(options.prompt) + 1;
     options.max_new_tokens = std::clamp<std::int64_t>(room, 1, kDefaultTokens);

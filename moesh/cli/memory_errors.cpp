@@ -10,14 +10,14 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/options.h"
 #include "moesh/estimate/estimate.h"
 
 namespace moesh::cli {
 namespace {
 
-// The largest sizes that somebody has set, each with where.
+// The largest sizes that the user has set, each with its origin.
 std::string sizes_that_were_set(const config::Config& config) {
   std::vector<std::pair<std::int64_t, std::string>> sizes;
   for (const auto& [name, origin] : config.origins) {
@@ -34,7 +34,7 @@ std::string sizes_that_were_set(const config::Config& config) {
   return text.empty() ? config::describe_option(config, "model.size") : text;
 }
 
-// What LibTorch says that it was asked for; else what the run needs by its estimate, where there
+// The size that LibTorch says was requested; else what the run needs by its estimate, where there
 // is one.
 std::string bytes_asked(const std::string& said, const config::Config& config) {
   constexpr std::string_view kBefore = "tried to allocate ";
@@ -61,7 +61,7 @@ struct Room {
   const char* whose;
 };
 
-// What the machine has, or the limit of this process where that is less.
+// The memory of the machine, or the limit of this process if that is less.
 Room memory_there() {
   const std::int64_t machine = std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
   rlimit limit{};
@@ -100,7 +100,7 @@ double state_of_process(const config::Config& config) {
 bool is_about_memory(const c10::Error& e) {
   if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) return true;
   const std::string text = e.what_without_backtrace();
-  // The last is what is left of the first where there is no memory for its text.
+  // The last one remains of the first if there is no memory for its text.
   for (const char* known : {"DefaultCPUAllocator: ", "Storage size calculation overflowed",
                             "numel: integer multiplication overflow", "[enforce fail a"})
     if (text.find(known) != std::string::npos) return true;

@@ -1,5 +1,5 @@
 #pragma once
-// What a user is told when a size that was asked for does not fit into memory.
+// The message for a size that does not fit into memory.
 
 #include <c10/util/Exception.h>
 

@@ -5,7 +5,7 @@
 
 namespace moesh::cli {
 
-/// Opened before the work whose result it gets. A pipe that nobody reads is not waited for. Errors
+/// Opened before the work whose result it gets. Does not wait for a pipe without a reader. Errors
 /// name the option: of kind config where the path cannot be a file, storage where the disk refuses.
 class NamedOutput {
  public:

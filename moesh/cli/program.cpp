@@ -22,7 +22,7 @@
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/comm/nccl/nccl_group.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::cli {
 namespace {

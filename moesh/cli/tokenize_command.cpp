@@ -6,7 +6,8 @@
 #include "moesh/base/error.h"
 #include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
-#include "moesh/cli/tokenize_command.h"
+#include "moesh/cli/commands.h"
+#include "moesh/data/tokenize.h"
 
 namespace moesh::cli {
 

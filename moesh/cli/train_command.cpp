@@ -1,10 +1,7 @@
 #include "moesh/cli/train_command.h"
 
-#include <algorithm>
-
 #include "moesh/cli/memory_errors.h"
 #include "moesh/comm/launch.h"
-#include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/kernels/memory.h"
 #include "moesh/train/memory.h"

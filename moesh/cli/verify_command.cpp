@@ -61,7 +61,7 @@ int run_golden(const Args& args, const std::string& file) {
   return exit_code_of(r);
 }
 
-// What the command takes besides the configuration.
+// Arguments of the command besides the configuration.
 struct Request {
   int steps;
   std::optional<Sweep> sweep;
@@ -78,7 +78,7 @@ std::optional<Sweep> sweep_of(const Arguments& given) {
               " and there is no --sample; give one, as in --sample 40");
   if (!ranks) return std::nullopt;
   Sweep sweep = parse_sweep(*ranks);
-  if (count > 0) sweep.sample = Sample{count, static_cast<std::uint64_t>(seed)};
+  if (count > 0) sweep.sample = MeshSample{count, static_cast<std::uint64_t>(seed)};
   if (shard) sweep.shard = parse_shard(*shard);
   return sweep;
 }
@@ -99,7 +99,7 @@ struct SweepRow {
   double worst = 0, seconds = 0;
 };
 
-// What all meshes came to.
+// The result of all meshes.
 struct Totals {
   std::map<int, SweepRow> rows;
   size_t num_meshes = 0, num_failed = 0;

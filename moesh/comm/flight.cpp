@@ -112,8 +112,7 @@ std::string time_of_day(Clock::time_point point) {
 
 }  // namespace
 
-Doing::Doing(std::string what) : outer_(std::exchange(own().doing, std::move(what))) {}
-Doing::~Doing() { own().doing = std::move(outer_); }
+ActivityScope::ActivityScope(std::string what) : scope_(own().doing, std::move(what)) {}
 
 std::shared_ptr<Recorder> current() { return own().recorder; }
 void use(std::shared_ptr<Recorder> recorder) { own().recorder = std::move(recorder); }

@@ -3,7 +3,6 @@
 // was lost or hangs.
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,23 +14,20 @@ namespace moesh::comm::flight {
 /// How many a rank remembers.
 constexpr std::size_t kLength = 256;
 
-/// What a rank remembers. Each thread has one of its own, until it uses that of another: all
-/// threads of a rank, such as one that saves, write into one.
+/// The last collectives of a rank. Each thread has one of its own, until it uses that of another:
+/// all threads of a rank, such as one that saves, write into one.
 class Recorder;
 std::shared_ptr<Recorder> current();
 void use(std::shared_ptr<Recorder> recorder);
 
 /// While it lives, what this thread calls and waits for is a part of `what`, as in "forward of
 /// stage 2 for micro-batch 0".
-class Doing {
+class ActivityScope {
  public:
-  explicit Doing(std::string what);
-  ~Doing();
-  Doing(const Doing&) = delete;
-  Doing& operator=(const Doing&) = delete;
+  explicit ActivityScope(std::string what);
 
  private:
-  std::string outer_;
+  ScopedValue<std::string> scope_;
 };
 
 /// The observer of this thread, which writes into its recorder.
@@ -42,7 +38,7 @@ Observer& of_thread();
 /// of what.
 std::string text(Recorder& recorder = *current());
 
-/// What the rank of a recorder waits for.
+/// The collective that the rank of a recorder waits for.
 struct Waiting {
   std::string what;
   std::chrono::duration<double> time;  // so far

@@ -2,7 +2,6 @@
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "moesh/base/error.h"

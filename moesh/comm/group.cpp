@@ -16,32 +16,33 @@
 
 namespace moesh::comm {
 
-struct Watched {
+struct ThreadObservers {
   std::vector<Observer*> by{&flight::of_thread()};  // the flight recorder is always there
   int num_pauses = 0;
 };
 
 namespace {
 
-struct WatchedByThread {
-  Watched own;
-  Watched* used = &own;  // or those of another thread of this rank
+struct ObserversByThread {
+  ThreadObservers own;
+  ThreadObservers* used = &own;  // or those of another thread of this rank
 };
-WatchedByThread& of_thread() {
-  thread_local WatchedByThread mine;  // a rank is a thread, and a collective knows only that
+ObserversByThread& of_thread() {
+  thread_local ObserversByThread mine;  // a rank is a thread, and a collective knows only that
   return mine;
 }
 
 }  // namespace
 
-Watched& watched() { return *of_thread().used; }
-WatchedAs::WatchedAs(Watched& other) : outer_(std::exchange(of_thread().used, &other)) {}
-WatchedAs::~WatchedAs() { of_thread().used = outer_; }
+ThreadObservers& thread_observers() { return *of_thread().used; }
+ScopedValue<ThreadObservers*> use_observers_of(ThreadObservers& other) {
+  return {of_thread().used, &other};
+}
 
 namespace {
 
 void tell(void (Observer::*event)(std::int64_t), std::int64_t number) {
-  for (Observer* observer : watched().by) (observer->*event)(number);
+  for (Observer* observer : thread_observers().by) (observer->*event)(number);
 }
 
 bool is_supported(at::ScalarType t) {
@@ -131,11 +132,11 @@ std::int64_t Operation::own_bytes() const {
   return total == 0 ? 0 : bytes / total * own;
 }
 
-ThreadObserver::ThreadObserver() { watched().by.push_back(this); }
-ThreadObserver::~ThreadObserver() { std::erase(watched().by, this); }
+ThreadObserver::ThreadObserver() { thread_observers().by.push_back(this); }
+ThreadObserver::~ThreadObserver() { std::erase(thread_observers().by, this); }
 
-ObserverPause::ObserverPause() { ++watched().num_pauses; }
-ObserverPause::~ObserverPause() { --watched().num_pauses; }
+ObserverPause::ObserverPause() { ++thread_observers().num_pauses; }
+ObserverPause::~ObserverPause() { --thread_observers().num_pauses; }
 
 void Trace::called(const Operation& operation) {
   entries_.push_back({operation.group.name(), operation.op, operation.bytes});
@@ -193,15 +194,15 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
                 rows, " has a negative entry");
   MOESH_CHECK(std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) == total, ErrorKind::comm,
               to_string(op), " on group '", name_, "': ", what, " ", rows,
-              " does not add up to the ", total, " rows at hand");
+              " does not add up to the ", total, " rows of the tensor");
   return rows;
 }
 
 std::int64_t Group::call(Operation operation) {
   static std::atomic<std::int64_t> count = 0;
   operation.number = count.fetch_add(1, std::memory_order_relaxed);
-  for (Observer* observer : watched().by)
-    if (watched().num_pauses == 0 || observer->sees_all()) observer->called(operation);
+  for (Observer* observer : thread_observers().by)
+    if (thread_observers().num_pauses == 0 || observer->sees_all()) observer->called(operation);
   for (const auto& observer : observers_) observer->called(operation);
   return operation.number;
 }

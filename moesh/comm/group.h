@@ -14,6 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "moesh/base/scoped_value.h"
+
 namespace moesh::comm {
 
 enum class ReduceOp : std::uint8_t { sum, max, min };
@@ -80,7 +82,7 @@ struct Operation {
   Collective op;
   std::int64_t bytes = 0;         // of this rank's input; of recv, what comes
   const std::vector<int>& ranks;  // those of the world that meet
-  // What a collective was called with.
+  // The arguments of a collective.
   const at::Tensor* x = nullptr;
   const Rows *rows = nullptr, *recv = nullptr;  // of each rank; of all_to_all: to and from it
   ReduceOp reduce = ReduceOp::sum;
@@ -115,25 +117,16 @@ class ThreadObserver : public Observer {
 };
 
 /// The observers of a thread.
-struct Watched;
-Watched& watched();
-/// While it lives, this thread has the observers of another one, which works for the same rank and
-/// waits meanwhile.
-class WatchedAs {
- public:
-  explicit WatchedAs(Watched& other);
-  ~WatchedAs();
-  WatchedAs(const WatchedAs&) = delete;
-  WatchedAs& operator=(const WatchedAs&) = delete;
-
- private:
-  Watched* outer_;
-};
+struct ThreadObservers;
+ThreadObservers& thread_observers();
+/// While the result lives, this thread has the observers of another one, which works for the same
+/// rank and waits meanwhile.
+ScopedValue<ThreadObservers*> use_observers_of(ThreadObservers& other);
 
 /// Watches what is called on a group, and on those that come from it, by whatever thread.
 class GroupObserver : public Observer {
  public:
-  /// What is there to watch a new group.
+  /// The observers of a new group.
   virtual std::shared_ptr<GroupObserver> for_new_group() const = 0;
   virtual void expect_same(Group& group, const at::Tensor& x, std::string_view what) = 0;
 };
@@ -173,7 +166,7 @@ class Group {
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
-  /// What it is called in messages: "world", "tp", ...
+  /// Its name in messages: "world", "tp", ...
   const std::string& name() const { return name_; }
   /// World ranks, by rank in this group.
   const std::vector<int>& members() const { return members_; }
@@ -266,7 +259,7 @@ class Group {
   /// `members` are ranks of this group, in the order of the new one; `rank` is this rank's place
   /// among them. `index` is the number of the new group among those which this split makes:
   /// (parent, split count, index) names it everywhere. Called on every rank, also on one that is in
-  /// no group (no members, -1, -1) or alone: there the result is not used.
+  /// no group (no members, -1, -1) or a group of its own: there the result is not used.
   virtual std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                           const std::string& name) = 0;
   virtual std::shared_ptr<Group> do_background(const std::string& name) {

@@ -28,7 +28,7 @@ std::vector<std::int64_t> sizes(const std::vector<Span>& spans) {
   return n;
 }
 
-// What the peers read: x, or a copy of it that nobody will write.
+// The memory that the peers read: x, or a copy of it that will not be written.
 at::Tensor for_peers(const at::Tensor& x) {
   if (!is_small(x)) return x;
   const at::Tensor own = at::empty(x.sizes(), x.options());
@@ -121,7 +121,7 @@ class AllReduceWork final : public Work {
     into_ = parts(out_.flatten(), cut.lengths());
     auto send = parts(x.detach().flatten(), cut.lengths());
     const std::vector<std::int64_t> recv(send.size(), cut.length(group.rank()));
-    // Nobody posts the second phase before having read the first: its end is not waited for.
+    // No rank posts the second phase before it has read the first, so its end is not awaited.
     exchange_ = group.post({.call = call,
                             .send = std::move(send),
                             .recv = recv,

@@ -1,9 +1,8 @@
 #pragma once
-// What threads, mpi and tcp share: every collective is one or two exchanges of spans between all
+// The base of threads, mpi and tcp: every collective is one or two exchanges of spans between all
 // ranks, and reductions sum in rank order, so that results have the same bits on both backends, in
 // every run.
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -62,7 +61,7 @@ std::int64_t total(const Rows& rows);
 /// The sizes of x with other rows.
 std::vector<std::int64_t> sizes_with(const at::Tensor& x, std::int64_t rows);
 
-/// What one rank contributes to an exchange. send[j] goes to rank j, recv[j] elements come from it.
+/// One rank's part in an exchange. send[j] goes to rank j, recv[j] elements come from it.
 /// If `into` is not empty, a backend that receives messages puts them there; one that reads peers'
 /// memory leaves the copy to the caller.
 struct Post {
@@ -72,7 +71,7 @@ struct Post {
   std::vector<Span> into;
   std::vector<at::Tensor> keep;  // owners of the memory behind the spans
   at::TensorOptions options;
-  bool wait_for_readers = true;  // false: nobody writes what is sent after `close`, so peers may
+  bool wait_for_readers = true;  // false: what is sent is not written after `close`, so peers may
                                  // still be reading it then
 };
 

@@ -17,7 +17,7 @@
 
 namespace moesh::comm {
 
-// What started this process, and with how many others: read from the environment, which each
+// The launcher of this process, and the number of processes: read from the environment, which each
 // launcher fills in its own way.
 
 /// The value of a variable of the environment, or nothing.
@@ -50,7 +50,7 @@ Launcher find_launcher(const Environment& environment);
 /// The launcher of this process.
 Launcher find_launcher();
 
-/// What to tell a user whose ranks are threads that share one of several GPUs; empty where there is
+/// The warning for a user whose ranks are threads on one of several GPUs; empty if there is
 /// nothing to tell.
 std::string unused_gpus(int num_ranks, int num_gpus);
 
@@ -103,7 +103,7 @@ std::shared_ptr<Group> fake_group(const std::string& name, int rank,
 int num_launched_processes();
 
 /// How many of a world's ranks the launcher has put on this machine, which holds for the others
-/// where it puts as many on each; 0 without a launcher.
+/// if it puts equally many on each; 0 without a launcher.
 int launched_ranks_per_node(int num_ranks);
 
 /// The place of this process among those which the launcher started on this machine; 0 without a
@@ -117,7 +117,7 @@ at::Device device_for(at::Device asked, int place);
 /// Makes the device and a new stream of it the current ones of this thread.
 void use_device(at::Device device);
 
-/// What every rank thread does first: backward runs in this very thread, ATen uses `num_threads`,
+/// Every rank thread begins with this: backward runs in this very thread, ATen uses `num_threads`,
 /// log lines carry the rank.
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks);
 

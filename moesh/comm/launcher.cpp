@@ -69,7 +69,7 @@ Launcher of_mpi(const Variables& v, const char* num_processes) {
 Launcher of_torchrun(const Variables& v) {
   Launcher l{.kind = Launcher::Kind::torchrun,
              .num_processes = v.number("WORLD_SIZE", 1, kMaxProcesses)};
-  if (l.num_processes == 1) return l;  // nobody to meet
+  if (l.num_processes == 1) return l;  // no other process to meet
   l.rank = v.number("RANK", 0, l.num_processes - 1);
   l.place = v.number_or("LOCAL_RANK", 0, kMaxProcesses, 0);
   l.num_on_machine = v.number_or("LOCAL_WORLD_SIZE", 1, kMaxProcesses, 1);
@@ -122,7 +122,7 @@ Launcher find_launcher(const Environment& environment) {
     l = of_srun(v);
   else if (v.has("WORLD_SIZE"))  // of which one process must not train by itself
     l = of_torchrun(v);
-  // One process needs nobody to meet: its ranks are threads.
+  // A single process has no other to meet: its ranks are threads.
   return l.num_processes == 1 ? Launcher{.place = l.place} : l;
 }
 

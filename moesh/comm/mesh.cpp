@@ -324,8 +324,7 @@ std::string Mesh::table() const {
   return os.str();
 }
 
-MeshScope::MeshScope(const Mesh& mesh) : outer_(scoped_mesh) { scoped_mesh = &mesh; }
-MeshScope::~MeshScope() { scoped_mesh = outer_; }
+MeshScope::MeshScope(const Mesh& mesh) : scope_(scoped_mesh, &mesh) {}
 
 const Mesh& current_mesh() {
   MOESH_CHECK(

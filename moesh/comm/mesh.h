@@ -95,12 +95,9 @@ class Mesh {
 class MeshScope {
  public:
   explicit MeshScope(const Mesh& mesh);
-  ~MeshScope();
-  MeshScope(const MeshScope&) = delete;
-  MeshScope& operator=(const MeshScope&) = delete;
 
  private:
-  const Mesh* outer_;
+  ScopedValue<const Mesh*> scope_;
 };
 
 /// The mesh of the innermost scope of this thread.

@@ -93,7 +93,7 @@ class Checker final : public GroupObserver {
   }
 
   void called(const Operation& o) override {
-    // What is sent is compared with what is expected by the backend: here a start would wait for
+    // The backend compares what is sent with what is expected: here a start would wait for
     // its peer.
     if (is_own_ || o.op == Collective::send || o.op == Collective::recv) return;
     Call call;
@@ -143,7 +143,7 @@ class Checker final : public GroupObserver {
     MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
   }
 
-  // What rank i sends to rank j must be what j expects from i.
+  // The rows that rank i sends to rank j must be those that j expects from i.
   void compare_counts(const Call& call, const Operation& o) {
     std::vector<std::int64_t> words(*o.rows);
     words.insert(words.end(), o.recv->begin(), o.recv->end());

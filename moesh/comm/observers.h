@@ -10,9 +10,9 @@
 
 namespace moesh::comm {
 
-/// What a rank sends in a collective or a message, on the way that moves the least: a ring, or rows
-/// straight to their rank. `bytes` is what the rank puts in, `own` the part of it that stays with
-/// the rank (reduce_scatter, all_to_all).
+/// The bytes that a rank sends in a collective or a message, by the way that moves the least: a
+/// ring, or rows straight to their rank. `bytes` is what the rank puts in, `own` the part of it
+/// that stays with the rank (reduce_scatter, all_to_all).
 std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int num_ranks);
 
 /// The bytes that a rank sends in an operation, as above, by where they go.
@@ -24,8 +24,8 @@ struct SentParts {
 /// leave it.
 SentParts sent_parts(const Operation& operation, int ranks_per_node);
 
-/// What one rank sends, by the name of the group ("tp", "dp_shard|cp") and the collective. It
-/// receives as much, where shards are even.
+/// The bytes that one rank sends, by the name of the group ("tp", "dp_shard|cp") and the
+/// collective. It receives as much, where shards are even.
 struct Traffic {
   std::int64_t num_calls = 0, num_bytes = 0;
 };

@@ -37,7 +37,7 @@ int PacedWorld::num_here(const std::vector<int>& ranks) const {
 
 void PacedWorld::begin(const Key& key, double ready) {
   const std::lock_guard lock(mutex_);
-  Exchange& e = exchanges_[key];
+  PacedExchange& e = exchanges_[key];
   e.ready = std::max(e.ready, ready);
 }
 

@@ -32,7 +32,7 @@ class PaceClock {
   virtual void sleep_until(double time) const;
 };
 
-/// What the ranks of this process, `num_ranks` from `first` on, know of each other's exchanges.
+/// The exchanges of the ranks of this process, `num_ranks` from `first` on, for each other to see.
 class PacedWorld {
  public:
   explicit PacedWorld(const Links& links, int first, int num_ranks)
@@ -46,14 +46,14 @@ class PacedWorld {
     std::int64_t number;
     auto operator<=>(const Key&) const = default;
   };
-  /// What a rank sends is through at this time.
+  /// The time at which everything that a rank sends has arrived.
   void begin(const Key& key, double ready);
   /// When all that ranks of this process send in it is through. Each of them asks once, when it has
   /// what the others sent.
   double end(const Key& key);
 
  private:
-  struct Exchange {
+  struct PacedExchange {
     double ready = 0;
     int num_ended = 0;
   };
@@ -62,7 +62,7 @@ class PacedWorld {
   Links links_;
   int first_, num_ranks_;
   std::mutex mutex_;
-  std::map<Key, Exchange> exchanges_;
+  std::map<Key, PacedExchange> exchanges_;
 };
 
 /// Lets the exchanges of this thread take their time while it lives: starting one returns at once,

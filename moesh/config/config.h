@@ -1,5 +1,5 @@
 #pragma once
-// What a run is asked to do: one closed object, from which everything that trains, verifies or
+// The configuration of a run: one closed object, from which everything that trains, verifies or
 // estimates is built. merge.h makes it of defaults, a TOML file and the command line; after that no
 // function changes the Config that it is given, and a variation is a new one. Sections and keys are
 // torchtitan's where it has them. An option is a member here and a line in options.cpp, which
@@ -104,7 +104,7 @@ struct ParallelismSection {
   std::int64_t ranks_per_node = 0;
 };
 
-/// Parameters that learn in another way than the others.
+/// A group of parameters with its own learning rate or weight decay.
 struct GroupSection {
   std::string match = "";
   double lr_scale = 1;
@@ -202,7 +202,7 @@ struct DebugSection {
 /// Where a value comes from.
 struct Origin {
   std::string text;         // "run.toml:3", "command line", "verify's default"
-  bool is_default = false;  // nobody asked for it
+  bool is_default = false;  // not set by the user
 };
 
 struct Config {
@@ -224,15 +224,15 @@ struct Config {
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
   /// Where an option was set, else "default" or "set by the program". For what the model
-  /// decides, its keys and options whose default it has, and nobody set: "deepseek_v3:tiny".
+  /// decides, its keys, and options with its default that the user has not set: "deepseek_v3:tiny".
   Origin origin(const std::string& option) const;
 };
 
 /// Checks every rule; throws Error (config) which names the option, its value, where that came from
-/// and what would work. world_size 0: as many ranks as the mesh asks for.
+/// and what would work. world_size 0: the number of ranks of the mesh.
 void validate(const Config& config, int world_size = 0);
 
-/// "training.steps is 0 (run.toml:3)": how every message begins. Takes model keys too.
+/// "training.steps is 0 (run.toml:3)", the beginning of every message. Takes model keys too.
 std::string describe_option(const Config& config, const std::string& option);
 
 /// Every option with its effective value and where it came from, as TOML: --config reads it back.
@@ -260,7 +260,7 @@ kernels::GpuKernels gpu_kernels(const Config& config);
 /// is set.
 std::int64_t num_micro_batches(const Config& config);
 /// Steps that are traced, counted from 1; nothing: none is. Throws Error (config) where the text of
-/// profile.steps is no such range of steps of the run.
+/// profile.steps is not such a range of steps of the run.
 struct StepRange {
   std::int64_t first = 1, last = 1;
 };
@@ -270,8 +270,8 @@ data::SampleOrder sample_order(const Config& config);
 pipeline::StagePlan stage_plan(const Config& config);
 optim::Groups param_groups(const Config& config);
 bool has_lora(const Config& config);
-/// What LoRA adds to which weights: as [lora] says, or the adapter which it names. Nothing: all of
-/// the model is trained.
+/// Which weights LoRA adapts, and how: as [lora] says, or the adapter which it names. Nothing: all
+/// of the model is trained.
 models::Lora lora(const Config& config);
 /// Whether attention stays within documents.
 bool document_mask(const Config& config);

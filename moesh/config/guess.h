@@ -1,5 +1,5 @@
 #pragma once
-// What a user meant by a name that does not exist.
+// Guesses what a user meant by a name that does not exist.
 
 #include <optional>
 #include <string>
@@ -20,7 +20,7 @@ struct Guesses {
 const std::vector<Guesses>& guesses();
 
 /// The answer for a name, with '-' or '_', whatever section it is in: "--seq-len" is
-/// --data.sequence_length, and "--tp" with the value 2 is --mesh tp=2. Nothing: nobody guessed it.
+/// --data.sequence_length, and "--tp" with the value 2 is --mesh tp=2. Nothing: no guess.
 std::optional<std::string> answer_to(const std::string& name, const std::string& value);
 
 /// The same for axes of a mesh: "fsdp" is dp_shard.

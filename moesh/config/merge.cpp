@@ -192,7 +192,7 @@ std::string text_of(const Setting& s) { return std::get<std::string>(converted(s
 // The model of a folder: of model.folder, which leaves the settings and starts from the weights
 // that are there, or of checkpoint.initial_load where nothing is said of a model. A name that fits
 // not a folder is left to the code that loads it.
-std::optional<GivenModel> take_folder(Settings& settings) {
+std::optional<RequestedModel> take_folder(Settings& settings) {
   const auto last = [&](const char* name) -> std::optional<Setting> {
     const auto found = std::find_if(settings.rbegin(), settings.rend(),
                                     [&](const Setting& s) { return s.name == name; });
@@ -209,7 +209,7 @@ std::optional<GivenModel> take_folder(Settings& settings) {
   const std::string file = (folder / "config.json").string();
   if (!asked) {
     if (folder.empty() || !formats::exists(file)) return std::nullopt;
-    return GivenModel{config_of(folder, file), file, folder.string()};
+    return RequestedModel{config_of(folder, file), file, folder.string()};
   }
   MOESH_CHECK(!folder.empty(), ErrorKind::config, kFolder, " (", asked->origin.text,
               ") has no value; name the folder of a Hugging Face model, as in --model hf:FOLDER");
@@ -226,7 +226,7 @@ std::optional<GivenModel> take_folder(Settings& settings) {
               how_to_get(folder.string()));
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});
-  return GivenModel{config_of(folder, file), file, folder.string()};
+  return RequestedModel{config_of(folder, file), file, folder.string()};
 }
 
 void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }
@@ -292,7 +292,7 @@ void apply_key(Config& config, const Setting& s) {
 }
 
 // The one place in which a Config changes: the copy that becomes the result.
-Config closed(Config config, const Settings& settings, const std::optional<GivenModel>& model) {
+Config closed(Config config, const Settings& settings, const std::optional<RequestedModel>& model) {
   for (const Setting& s : settings)
     if (!is_model_key(s.name)) apply(config, s);
   ModelSection& m = config.model;
@@ -391,12 +391,12 @@ std::string mesh_argument(const MeshShape& shape) {
   return text.empty() ? "dp_shard=1" : text;
 }
 
-Config merged(const Settings& settings, const std::optional<GivenModel>& model) {
+Config merged(const Settings& settings, const std::optional<RequestedModel>& model) {
   return closed({}, settings, model);
 }
 
 Config changed(const Config& config, const Settings& settings,
-               const std::optional<GivenModel>& model) {
+               const std::optional<RequestedModel>& model) {
   return closed(config, settings, model);
 }
 

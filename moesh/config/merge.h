@@ -1,6 +1,6 @@
 #pragma once
-// How a Config is made: settings from the weakest to the strongest, the model that they name, its
-// keys, every rule, in one pass. What comes out is closed.
+// Makes a Config in one pass: settings from the weakest to the strongest, the model that they name,
+// its keys, every rule. The result is closed.
 
 #include <optional>
 #include <string>
@@ -22,19 +22,19 @@ struct Setting {
 using Settings = std::vector<Setting>;
 
 /// A model that is not built in, and where it comes from.
-struct GivenModel {
+struct RequestedModel {
   models::AnyConfig architecture;
   std::string origin;
   std::string folder = {};  // whose config.json says all of it
 };
 
-/// What a command line asks for: --config FILE, --section.key=value (or --section.key value, or
+/// The settings of a command line: --config FILE, --section.key=value (or --section.key value, or
 /// --section.key for true), and the short forms --mesh, --model, --steps, --dtype, --device,
 /// --max-minutes. The settings of the file come first, wherever it is named.
 Settings read_arguments(const std::vector<std::string>& args);
 
-/// The same of a program that has values and not words: options by their names, or the short forms
-/// (mesh, model, steps, ...) and config. `origin` is what messages call the program.
+/// The same for a program that has values instead of words: options by their names, or the short
+/// forms (mesh, model, steps, ...) and config. Messages call the program `origin`.
 Settings read_values(const std::vector<std::pair<std::string, Value>>& values,
                      const std::string& origin);
 
@@ -46,11 +46,11 @@ std::string mesh_argument(const MeshShape& shape);
 /// The settings over the defaults of the options. Unknown names and values of a wrong type or out
 /// of range throw Error (config), which names where they were given and the nearest known option.
 /// `model`, if given, replaces the built-in configuration that model.name and model.size name.
-Config merged(const Settings& settings, const std::optional<GivenModel>& model = std::nullopt);
+Config merged(const Settings& settings, const std::optional<RequestedModel>& model = std::nullopt);
 
 /// The configuration with these settings over its own; by the same rules.
 Config changed(const Config& config, const Settings& settings,
-               const std::optional<GivenModel>& model = std::nullopt);
+               const std::optional<RequestedModel>& model = std::nullopt);
 
 /// `defaults` are those of a command, where they differ from those of the options. model.folder
 /// (--model hf:FOLDER), or checkpoint.initial_load where no other setting is of [model], names the

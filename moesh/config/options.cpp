@@ -13,11 +13,11 @@
 namespace moesh::config {
 namespace {
 
-Rule at_least(double least) { return {.least = least}; }
-Rule above(double least) { return {.least = least, .above = true}; }
-Rule between(double least, double most) { return {.least = least, .most = most}; }
-Rule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
-Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+ValueRule at_least(double least) { return {.least = least}; }
+ValueRule above(double least) { return {.least = least, .above = true}; }
+ValueRule between(double least, double most) { return {.least = least, .most = most}; }
+ValueRule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
+ValueRule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
 std::vector<std::string> dispatcher_names() {
   std::vector<std::string> names;
@@ -340,7 +340,7 @@ std::string plain(double bound) {
 
 }  // namespace
 
-bool Rule::allows(const Value& value) const {
+bool ValueRule::allows(const Value& value) const {
   if (const auto* text = std::get_if<std::string>(&value))
     return choices.empty() || std::find(choices.begin(), choices.end(), *text) != choices.end();
   if (std::holds_alternative<bool>(value)) return true;
@@ -349,7 +349,7 @@ bool Rule::allows(const Value& value) const {
   return std::isfinite(x) && (above ? x > least : x >= least) && (below ? x < most : x <= most);
 }
 
-std::string Rule::describe(const Value& like) const {
+std::string ValueRule::describe(const Value& like) const {
   if (std::holds_alternative<bool>(like)) return "true or false";
   if (std::holds_alternative<std::string>(like)) {
     if (choices.empty()) return "a text";
@@ -362,7 +362,7 @@ std::string Rule::describe(const Value& like) const {
   return std::isfinite(least) ? what + (above ? " " : ", ") + range() : what;
 }
 
-std::string Rule::range() const {
+std::string ValueRule::range() const {
   if (!std::isfinite(most)) return above ? "above " + plain(least) : plain(least) + " or more";
   if (!above && !below) return plain(least) + " to " + plain(most);
   return (above ? "above " + plain(least) : plain(least) + " or more") +
@@ -380,7 +380,7 @@ const Option* find_option(const std::string& name) {
   return nullptr;
 }
 
-Value converted(const Setting& setting, const Value& like, const Rule& rule) {
+Value converted(const Setting& setting, const Value& like, const ValueRule& rule) {
   std::optional<Value> value;
   if (setting.is_text)
     value = from_text(std::get<std::string>(setting.value), like);

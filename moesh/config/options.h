@@ -12,8 +12,8 @@
 
 namespace moesh::config {
 
-/// What an option takes.
-struct Rule {
+/// The kinds of values that an option takes.
+struct ValueRule {
   double least = -std::numeric_limits<double>::infinity(),
          most = std::numeric_limits<double>::infinity();
   bool above = false, below = false;  // least, most themselves are not allowed
@@ -26,7 +26,7 @@ struct Rule {
   std::string range() const;
 };
 
-/// What another value of an option changes. Keys of the model change numbers, all of them.
+/// What changes with the value of an option. All keys of the model change numbers.
 enum class Effect : std::uint8_t {
   numbers,  // what a step computes: `verify` must run with it, and tests/verify sees that it does
   speed,    // how it is computed: time, memory, messages; the numbers but for their rounding stay
@@ -37,7 +37,7 @@ struct Option {
   Effect effect;
   std::string name;
   std::string help;
-  Rule rule;
+  ValueRule rule;
   Value (*get)(const Config& config);
   void (*set)(Config& config, const Value& value);
   Value (*of_model)(const models::ModelFacts& facts) = nullptr;  // the default, where models differ
@@ -45,7 +45,7 @@ struct Option {
   std::string section() const { return name.substr(0, name.find('.')); }
   std::string key() const { return name.substr(name.find('.') + 1); }
   Value initial() const { return get(Config{}); }
-  /// What it is in a configuration that does not set it.
+  /// Its default.
   Value default_in(const Config& config) const {
     return of_model ? of_model(models::facts(config.model.architecture)) : initial();
   }
@@ -57,7 +57,7 @@ struct Option {
 
 /// The option of a member of Config, with its effect, which has no default.
 template <Effect effect, auto Section, auto Member>
-Option make_option(std::string name, std::string help, Rule rule = {}) {
+Option make_option(std::string name, std::string help, ValueRule rule = {}) {
   using T = std::remove_cvref_t<decltype((Config{}.*Section).*Member)>;
   return {.effect = effect,
           .name = std::move(name),
@@ -82,7 +82,7 @@ std::string model_title(const Config& config);
 std::string numbers_of(const Config& config);
 
 /// The setting's value in the type of `like`; throws Error (config) when it is of another type.
-Value converted(const Setting& setting, const Value& like, const Rule& rule = {});
+Value converted(const Setting& setting, const Value& like, const ValueRule& rule = {});
 
 /// --mesh dp_shard=2,tp=2 names degrees by their axes.
 struct Degree {

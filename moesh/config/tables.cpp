@@ -6,7 +6,7 @@ namespace moesh::config {
 namespace {
 
 template <auto Section, auto List, auto Member>
-Column make_column(std::string key, std::string help, Rule rule = {}) {
+Column make_column(std::string key, std::string help, ValueRule rule = {}) {
   using Row = typename std::remove_cvref_t<decltype((Config{}.*Section).*List)>::value_type;
   using T = std::remove_cvref_t<decltype(Row{}.*Member)>;
   return {
@@ -39,7 +39,7 @@ Table make_table(Effect effect, std::string name, std::string help, std::vector<
       Effect::effect, #section "." #list, help, std::vector<Column>{__VA_ARGS__})
 
 std::vector<Table> make_tables() {
-  const Rule kinds{.choices = data::file_choices()};
+  const ValueRule kinds{.choices = data::file_choices()};
   return {
       MOESH_TABLE(numbers, data, source, "several files to train on, instead of data.path",
                   MOESH_COLUMN(data, source, SourceSection, path, "file to train on"),

@@ -12,7 +12,7 @@ namespace moesh::config {
 
 struct Column {
   std::string key, help;
-  Rule rule;
+  ValueRule rule;
   Value initial;
   Value (*get)(const Config& config, std::size_t row);
   void (*set)(Config& config, std::size_t row, const Value& value);
@@ -43,7 +43,7 @@ struct Cell {
 };
 /// Nothing where the name is not that of a table, a number and a key.
 std::optional<Cell> find_cell(const std::string& name);
-/// The cells of all entries that there are.
+/// The cells of all entries.
 std::vector<Cell> cells(const Config& config);
 /// "data.source.N.path" and so on, to look for a name.
 std::vector<std::string> cell_names();

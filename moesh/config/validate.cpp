@@ -39,7 +39,7 @@ std::string describe_degrees(const Config& c) {
   return text.empty() ? "every degree of [parallelism] is 1" : text;
 }
 
-// The sizes of nodes on which as many ranks of ep are as on the others.
+// The sizes of nodes with which every node has the same number of ep ranks.
 std::vector<std::string> sharing_sizes(const Config& c) {
   std::vector<std::string> all;
   MeshShape shape = mesh_shape(c);
@@ -362,7 +362,7 @@ std::string describe_option(const Config& config, const std::string& option) {
 void check_option(const Config& config, const std::string& option) {
   const std::string text = describe_option(config, option);
   const Option& o = *find_option(option);
-  Rule rule = o.rule;
+  ValueRule rule = o.rule;
   if (option == "model.size") {  // it depends on the model
     check_option(config, "model.name");
     rule.choices = models::model_sizes(config.model.name);
@@ -388,7 +388,7 @@ void validate(const Config& config, int world_size) {
   check_routing(config);
   check_schedule(config);
   profile_steps(config);                          // throws where it names none
-  param_groups(config);                           // throws where a pattern is none
+  param_groups(config);                           // throws if a pattern is invalid
   if (config.lora.adapter.empty()) lora(config);  // throws where a target matches no weight
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ",

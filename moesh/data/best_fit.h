@@ -1,5 +1,5 @@
 #pragma once
-// Documents packed whole into sequences, which are filled up where nothing fits any more.
+// Documents packed whole into sequences, with padding where no further document fits.
 
 #include <memory>
 #include <vector>
@@ -14,14 +14,14 @@ struct Piece {
   std::int64_t begin, length;
 };
 
-/// The pieces in groups of at most `capacity` tokens: the longest first, each into the group which
-/// it leaves the least room in. No piece is longer than that.
+/// The pieces in groups of at most `capacity` tokens: the longest first, each into the group in
+/// which it leaves the least room. No piece is longer than `capacity`.
 std::vector<std::vector<Piece>> best_fit(std::vector<Piece> pieces, std::int64_t capacity);
 
-/// A document of more than L + 1 tokens is cut: its pieces begin with the last token of the one
-/// before, so that every token of a document but its first is a label once. What a sequence lacks
-/// is padding, of which nothing is learned. Documents are packed with those near them in the file,
-/// kWindow at a time: sequences are found without a list of all.
+/// A document of more than L + 1 tokens is cut: each piece begins with the last token of the piece
+/// before, so that every token of a document except its first is a label once. The rest of a
+/// sequence is padding, without labels. Documents are packed with those near them in the file,
+/// kWindow at a time, so no list of all sequences is needed.
 class BestFitDataset : public Dataset {
  public:
   static constexpr std::int64_t kWindow = 1024;

@@ -42,7 +42,7 @@ struct ChatTemplate {
 };
 
 using OpenChatTemplate = std::function<ChatTemplate(const ChatOptions&)>;
-/// What opens templates from now on, in this process.
+/// Sets the function that opens templates in this process.
 void set_chat_templates(OpenChatTemplate open);
 
 /// The template, where the inputs are chats: by the options, or because the first line of JSONL has

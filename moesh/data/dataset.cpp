@@ -8,7 +8,7 @@
 
 namespace moesh::data {
 
-Sample Once::get(std::int64_t index) const {
+Sample OneEpoch::get(std::int64_t index) const {
   if (index < *of_.size()) return of_.get(index);
   const auto count = static_cast<std::size_t>(of_.sequence_length() + 1);
   return {.tokens = std::vector<TokenId>(count, 0),

@@ -17,7 +17,7 @@ namespace moesh::data {
 /// bits. A batch has int64, which is what an embedding takes.
 using TokenId = std::int32_t;
 
-/// In Sample::documents: a token that fills up a sequence; nothing is learned of it.
+/// In Sample::documents: padding, which has no label.
 constexpr std::int64_t kPadding = -1;
 
 /// sequence_length + 1 tokens: input and label of every position. Tokens side by side with the same
@@ -39,7 +39,7 @@ class Dataset {
   virtual std::int64_t sequence_length() const = 0;
   /// Tokens are in [0, vocab_size()).
   virtual std::int64_t vocab_size() const = 0;
-  /// After so many samples it begins again; nothing: never.
+  /// It begins again after this many samples; nothing: never.
   virtual std::optional<std::int64_t> size() const { return std::nullopt; }
   /// The lowest loss that a model can reach, in nats per label, where it is known.
   virtual std::optional<double> entropy() const { return std::nullopt; }
@@ -58,17 +58,17 @@ struct Batch {
   /// For multi-token prediction, at depth k = 1, 2, ..: of position i the token i + k and, as
   /// label, token i + k + 1. Ignored labels are as above, and those of tokens which the sample does
   /// not have.
-  struct Ahead {
+  struct TokensAhead {
     at::Tensor input_ids_BL, labels_BL;
   };
-  std::vector<Ahead> ahead;
+  std::vector<TokensAhead> ahead;
 };
 
 /// The samples of another dataset, each once: those that follow are padding.
-class Once : public Dataset {
+class OneEpoch : public Dataset {
  public:
   /// `of` has a size, and outlives it.
-  explicit Once(const Dataset& of) : of_(of) {}
+  explicit OneEpoch(const Dataset& of) : of_(of) {}
   Sample get(std::int64_t index) const override;
   std::int64_t sequence_length() const override { return of_.sequence_length(); }
   std::int64_t vocab_size() const override { return of_.vocab_size(); }
@@ -84,7 +84,7 @@ Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count,
                  std::int64_t num_ahead = 0);
 
 /// How the samples of one step are dealt out. Micro-batches and dp ranks take ranges of one global
-/// order, so a step of so many sequences has the same ones however they are split.
+/// order, so a step of n sequences has the same ones however they are split.
 struct SampleOrder {
   std::int64_t batch = 1;  // sequences of a dp rank in a micro-batch
   std::int64_t num_dp = 1, num_micro = 1;

@@ -55,14 +55,14 @@ Mixture::Mixture(std::vector<MixturePart> parts) : parts_(std::move(parts)) {
   }
 }
 
-Mixture::Place Mixture::place(std::int64_t index) const {
+Mixture::SourceIndex Mixture::place(std::int64_t index) const {
   MOESH_CHECK(index >= 0, "sample ", index, " of a mixture");
   const auto [part, before] = period_[static_cast<std::size_t>(index % kPeriod)];
   return {part, index / kPeriod * per_period_[part] + before};
 }
 
 Sample Mixture::get(std::int64_t index) const {
-  const Place at = place(index);
+  const SourceIndex at = place(index);
   return parts_[at.part].dataset->get(at.index);
 }
 

@@ -27,17 +27,17 @@ class Mixture : public Dataset {
   std::int64_t vocab_size() const override;
   std::string describe() const override;
 
-  /// Which part, and its how manieth sample.
-  struct Place {
+  /// A part, and the number of a sample in it.
+  struct SourceIndex {
     std::size_t part;
     std::int64_t index;
   };
-  Place place(std::int64_t index) const;
+  SourceIndex place(std::int64_t index) const;
 
  private:
   std::vector<MixturePart> parts_;
   // The part of each sample of a period, and how many of that come before.
-  std::vector<Place> period_;
+  std::vector<SourceIndex> period_;
   std::vector<std::int64_t> per_period_;  // of each part
 };
 

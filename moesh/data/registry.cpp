@@ -147,7 +147,7 @@ std::string resolved_kind(const std::string& kind, const std::string& path,
               "data: '", path, "' is the name of two files, ", path, ".bin and ", path,
               ".idx; name one of them");
   MOESH_CHECK(!formats::is_folder(path), ErrorKind::config, "data: '", path,
-              "' is a folder; name a file, or make one of all that is in it: moesh tokenize");
+              "' is a folder; name a file, or turn its files into one: moesh tokenize");
   MOESH_CHECK(formats::exists(path), ErrorKind::config, "data: there is no file '", path,
               "'; name one that is there");
   throw Error(ErrorKind::config, detail::concat("data: unknown file type: '", path, "'; set ",

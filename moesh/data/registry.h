@@ -23,7 +23,8 @@ struct DatasetOptions {
   std::string path = {};
   std::vector<SourceOptions> sources = {};  // instead of one path; see Mixture
   std::int64_t sequence_length = 64;
-  // The model's: a synthetic language has as many tokens, and those of a file must fit.
+  // The model's vocabulary: a synthetic language has this size, and tokens of a file must fit into
+  // it.
   std::int64_t vocab_size = 0;
   std::uint64_t seed = 0;
   bool shuffle = true;  // sequences of a file in another random order each time through
@@ -36,7 +37,7 @@ struct DatasetOptions {
 /// A kind is an opener, and a line in the table of registry.cpp.
 struct DatasetKind {
   std::string name;  // as data.kind has it
-  bool reads_file;   // if not, there is no path
+  bool reads_file;   // if not, it takes no path
   /// How the files end that `auto` takes for it: ".jsonl"; none: it must be named.
   std::vector<std::string> extensions;
   std::unique_ptr<Dataset> (*open)(const DatasetOptions& options);
@@ -47,23 +48,23 @@ struct DatasetKind {
 };
 
 const std::vector<DatasetKind>& dataset_kinds();
-/// What data.kind takes: auto, and the kinds.
+/// The values of data.kind: auto, and the kinds.
 std::vector<std::string> dataset_choices();
-/// What data.kind takes beside a path: auto, and the kinds that read a file.
+/// The values of data.kind beside a path: auto, and the kinds that read a file.
 std::vector<std::string> file_choices();
 /// The kinds that read a file, by name.
 std::vector<std::string> file_kinds();
-/// What data.kind takes without a path.
+/// The values of data.kind without a path.
 std::vector<std::string> choices_without_file();
 /// "auto: jsonl for *.jsonl, text for *.txt".
 std::string dataset_help();
 
-/// What `auto` stands for: without a path the kind that reads none, else the kind with the longest
+/// The meaning of `auto`: without a path the kind that reads none, else the kind with the longest
 /// extension that fits. Any other name is its own. Where none fits, Error (config) says what to do,
 /// and calls the option of the kind as it is called.
 std::string resolved_kind(const std::string& kind, const std::string& path,
                           const std::string& kind_option = "data.kind");
-/// The one of that name; throws Error (config) where there is none.
+/// The one of that name; throws Error (config) if there is none.
 const DatasetKind& find_kind(const std::string& name);
 
 std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options);

@@ -10,11 +10,11 @@ struct ShowOptions {
   std::string path;  // PREFIX, PREFIX.bin or PREFIX.idx
   std::int64_t document = 0;
   std::string tokenizer;  // a tokenizer.json, or its folder; empty: that of PREFIX.moesh.json
-  /// What is put around tokens that are trained on, where there is a mask.
+  /// Marks around tokens that are trained on, if there is a mask.
   std::string begin_trained = "[[", end_trained = "]]";
 };
 
-/// What the file holds, in a few lines, and the document behind them.
+/// The contents of the file in a few lines, followed by the document.
 std::string show_document(const ShowOptions& options);
 
 }  // namespace moesh::data

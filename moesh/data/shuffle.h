@@ -1,5 +1,5 @@
 #pragma once
-// A random order that needs no memory: what comes at a place is computed from the place.
+// A random order that needs no memory: the item at a place is computed from the place.
 
 #include <cstdint>
 #include <string_view>
@@ -23,14 +23,14 @@ class Shuffle {
   Random random_;
 };
 
-/// The order in which a run goes through `size` things, again and again: each time in another
-/// random order, or always as they lie.
+/// The order in which a run goes through `size` items, epoch after epoch: each epoch in another
+/// random order, or always in their own order.
 struct Epochs {
   std::int64_t size = 0;
   std::uint64_t seed = 0;
   bool shuffle = true;
 
-  /// What comes at an index of the run.
+  /// The sample at an index of the run.
   std::int64_t at(std::int64_t index) const;
 };
 

@@ -24,7 +24,8 @@ class SyntheticLanguage : public Dataset {
   Sample get(std::int64_t index) const override;
   std::int64_t sequence_length() const override { return options_.sequence_length; }
   std::int64_t vocab_size() const override { return options_.vocab_size; }
-  /// Exact, and the same after every token: the probabilities are, only the successors differ.
+  /// Exact, and the same after every token: tokens differ only in their successors, not in the
+  /// probabilities.
   std::optional<double> entropy() const override;
   std::string describe() const override;
 

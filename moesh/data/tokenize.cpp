@@ -38,7 +38,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// What became of a batch of texts.
+// The result of a batch of texts.
 struct Encoded {
   TextBatch batch;
   std::vector<std::int32_t> ids, lengths;
@@ -158,7 +158,8 @@ void encode_round(const Encoder& encoder, std::vector<Encoded>& round,
     if (error) std::rethrow_exception(error);
 }
 
-// So many batches, or fewer where their texts are large: two rounds are in memory at a time.
+// The number of batches of a round; fewer if their texts are large: two rounds are in memory at a
+// time.
 std::vector<Encoded> read_round(TextReader& reader, std::size_t count) {
   constexpr std::size_t kEnoughBytes = std::size_t{256} << 20;
   std::vector<Encoded> round;
@@ -199,7 +200,7 @@ class Progress {
     if (drawn_) std::fputc('\n', stderr);
   }
 
-  void show(std::uint64_t num_bytes, const TokenOutput::State& state) {
+  void show(std::uint64_t num_bytes, const TokenOutput::WrittenState& state) {
     if (!shown_ || seconds_since(last_) < (is_terminal_ ? 0.2 : 10)) return;
     last_ = Clock::now();
     if (first_bytes_ == kNone) first_bytes_ = num_bytes;
@@ -315,7 +316,7 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
       }
       round = next.get();
     }
-    const TokenOutput::State& state = output.state();
+    const TokenOutput::WrittenState& state = output.state();
     MOESH_CHECK(state.num_documents > 0 || state.num_untrained == 0, ErrorKind::data,
                 "none of the ", state.num_untrained,
                 " conversations has a token that is trained on; are there turns of the roles that "
@@ -333,7 +334,7 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
     }
     output.finish(std::move(facts));
   }
-  const TokenOutput::State& state = output.state();
+  const TokenOutput::WrittenState& state = output.state();
   std::int64_t num_bytes = 0;
   for (const TextFile& f : files) num_bytes += static_cast<std::int64_t>(f.size);
   return {.num_documents = state.num_documents,

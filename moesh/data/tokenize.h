@@ -25,7 +25,7 @@ struct TokenizeOptions {
   bool skip_errors = false;    // leave out a line that cannot be read, instead of stopping
   int num_threads = 0;         // 0: one for each core
   double save_interval = 30;   // seconds of work that may be lost
-  bool show_progress = false;  // a bar on standard error, a line where that is no terminal
+  bool show_progress = false;  // a bar on standard error, or a line if that is not a terminal
 
   void validate() const;
 };
@@ -54,7 +54,7 @@ void check_token_files(const std::string& prefix);
 std::filesystem::path tokenizer_file(const std::string& tokenizer);
 
 /// The end-of-document token of a tokenizer's folder: eos_token of tokenizer_config.json; empty
-/// where there is none.
+/// if there is none.
 std::string find_end_of_document(const std::string& tokenizer);
 
 }  // namespace moesh::data

@@ -116,7 +116,7 @@ std::optional<TextBatch> TextReader::next() {
   return std::nullopt;
 }
 
-// What was read of the file that ends here is what is there.
+// The bytes that were read of the file that ends here are those that it has.
 void TextReader::check_unchanged() const {
   const TextFile& file = files_[static_cast<std::size_t>(place_.file)];
   if (file.path == "-") return;

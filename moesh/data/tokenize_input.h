@@ -23,7 +23,7 @@ struct TextFile {
 std::vector<TextFile> find_text_files(const std::vector<std::string>& inputs,
                                       const std::string& format);
 
-/// What was read before some place: whole files, and lines of the next one.
+/// The inputs before some place: whole files, and lines of the next one.
 struct TextPlace {
   std::int64_t file = 0, line = 0;
 };

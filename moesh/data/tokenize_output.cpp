@@ -84,7 +84,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   const auto folder = std::filesystem::absolute(prefix_).parent_path();
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_, ": '",
               folder.string(), "' is not a folder; make it first");
-  turn_ = std::make_unique<Turn>(prefix_);
+  turn_ = std::make_unique<WriterLock>(prefix_);
   const bool goes_on = read_state(skips_errors);
   if (goes_on && state_.is_complete) {
     publish();
@@ -109,7 +109,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   }
 }
 
-TokenOutput::Turn::Turn(const std::string& prefix)
+TokenOutput::WriterLock::WriterLock(const std::string& prefix)
     : path_(prefix + kWriter), file_(path_, OutputFile::Mode::open_or_create, kCure) {
   // A file that has lost its name was removed by its holder between our two calls: whoever comes
   // now makes another one.
@@ -118,7 +118,7 @@ TokenOutput::Turn::Turn(const std::string& prefix)
               "; wait for it, or choose another --out");
 }
 
-TokenOutput::Turn::~Turn() { formats::file_system().remove(path_); }
+TokenOutput::WriterLock::~WriterLock() { formats::file_system().remove(path_); }
 
 void TokenOutput::refuse_to_overwrite() const {
   for (const char* ending : {kBin, kIdx, kMask, kManifest})
@@ -126,7 +126,7 @@ void TokenOutput::refuse_to_overwrite() const {
                 " is there already; choose another --out, or move it away");
 }
 
-// What is on the disk is what was written, or the index would be made of something else.
+// The disk must have the bytes that were written, or the index would be made of something else.
 void TokenOutput::check_lengths() const {
   std::uint64_t hash = kNoLengths;
   each_length([&](std::span<const std::int32_t> chunk) { hash = hash_more(hash, chunk); });
@@ -139,16 +139,16 @@ bool TokenOutput::read_state(bool skips_errors) {
   if (!formats::exists(path(kProgress))) return false;
   const auto json = formats::read_json(path(kProgress));
   const auto number = [&](const char* key) { return json.at(key, path(kProgress)).as_int(key); };
-  // A run that has written nothing, such as one that stopped at its first lines, is in nobody's
-  // way.
+  // A run that has written nothing, such as one that stopped at its first lines, may be replaced.
   const bool is_other = json.at("work", path(kProgress)).as_text("work") != work_;
   if (is_other && number("documents") == 0) return false;
-  MOESH_CHECK(!is_other, ErrorKind::config, path(kProgress),
-              " is of a run with another tokenizer, other options or other inputs (or an input has "
-              "changed since); finish that one, or remove ",
-              prefix_, ".progress, .lengths and .bin.partial to begin again");
+  MOESH_CHECK(
+      !is_other, ErrorKind::config, path(kProgress),
+      " belongs to a run with another tokenizer, other options or other inputs (or an input has "
+      "changed since); finish that one, or remove ",
+      prefix_, ".progress, .lengths and .bin.partial to begin again");
   MOESH_CHECK(skips_errors || number("skipped") == 0, ErrorKind::config, path(kProgress),
-              " is of a run that has skipped ", number("skipped"),
+              " belongs to a run that has skipped ", number("skipped"),
               " lines; continue with --on-error=skip, or remove ", prefix_,
               ".progress, .lengths and .bin.partial to begin again");
   state_ = {.place = {number("file"), number("line")},

@@ -1,5 +1,5 @@
 #pragma once
-// What `moesh tokenize` writes. While it works there are
+// The output of `moesh tokenize`. While it works there are
 //
 //   PREFIX.bin.partial   the ids so far         PREFIX.lengths    tokens of each document (i32)
 //   PREFIX.mask.partial  their loss mask, of chats
@@ -24,8 +24,8 @@ namespace moesh::data {
 class TokenOutput {
  public:
   static constexpr std::uint64_t kNoLengths = 0xcbf29ce484222325;
-  /// What is known to be written.
-  struct State {
+  /// The part that is known to be written.
+  struct WrittenState {
     TextPlace place;
     std::int64_t num_documents = 0, num_tokens = 0, num_empty = 0, num_skipped = 0;
     std::int64_t num_trained = 0, num_untrained = 0;  // tokens; conversations that were left out
@@ -33,12 +33,12 @@ class TokenOutput {
     bool is_complete = false;                         // only names are left to change
   };
 
-  /// Goes on with what a run with the same `work` (a text that says all that matters) has left;
-  /// what has skipped lines only where this one `skips_errors`, too.
+  /// Continues the output of a run with the same `work` (a text with everything that matters).
+  /// Output that has skipped lines is continued only if this run `skips_errors` as well.
   TokenOutput(std::string prefix, formats::IdType type, std::string work, bool skips_errors,
               bool has_mask);
 
-  const State& state() const { return state_; }
+  const WrittenState& state() const { return state_; }
   /// Ids of documents, how many each has, and the mask of the ids where there is to be one.
   void add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths,
            std::span<const std::uint8_t> mask);
@@ -61,12 +61,12 @@ class TokenOutput {
   void publish();
 
   /// PREFIX.writer, locked before anything else is looked at, and removed by its holder only.
-  class Turn {
+  class WriterLock {
    public:
-    explicit Turn(const std::string& prefix);  // throws Error (config) where another has it
-    ~Turn();
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    explicit WriterLock(const std::string& prefix);  // throws Error (config) where another has it
+    ~WriterLock();
+    WriterLock(const WriterLock&) = delete;
+    WriterLock& operator=(const WriterLock&) = delete;
 
    private:
     std::string path_;
@@ -74,10 +74,10 @@ class TokenOutput {
   };
 
   std::string prefix_;
-  std::unique_ptr<Turn> turn_;
+  std::unique_ptr<WriterLock> turn_;
   formats::IdType type_;
   std::string work_;
-  State state_;
+  WrittenState state_;
   bool has_mask_;
   std::unique_ptr<formats::OutputFile> ids_, lengths_, mask_;
 };

@@ -217,7 +217,7 @@ Estimate DryRank::step(std::int64_t num_micro) {
       static_cast<std::int64_t>(
           c10::elementSize(c10::typeMetaToScalarType(model_->stream_options().dtype())));
   optimizer_->begin_step(learning_rate(config_, 0));
-  Unread gradients = start_gradients(*model_, std::move(micro_batches), options);
+  UnreadStep gradients = start_gradients(*model_, std::move(micro_batches), options);
   // Those of one micro-batch on one rank are in the type of the work.
   e.state = state(), e.expert_state = expert_state();
   finish_step(*model_, *optimizer_, std::move(gradients), options);

@@ -266,7 +266,7 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
   settings.push_back(
       {"parallelism.pipeline_parallel_layers_per_stage", std::string(), {"estimate"}});
   for (const Short& m : models) {
-    const Config c = changed(config_, settings, config::GivenModel{m.architecture, "estimate"});
+    const Config c = changed(config_, settings, config::RequestedModel{m.architecture, "estimate"});
     const Estimate e = estimate_later_micro_batch(c);
     whole.push_back(part(e));
     held = static_cast<double>(e.live.stages[0].activation);
@@ -315,7 +315,7 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
     const Short longer = shortened(full, num_layers + 2, num_dense);
     ++num_runs_;
     return later_step_of(
-        changed(config_, settings, config::GivenModel{longer.architecture, "estimate"}), stage,
+        changed(config_, settings, config::RequestedModel{longer.architecture, "estimate"}), stage,
         num_micro);
   };
   OfStages out;

@@ -15,7 +15,7 @@ T first_match(const std::vector<std::pair<std::string, T>>& patterns, const std:
   return otherwise;
 }
 
-// What changes the result and is not computed here: as it is where it does nothing.
+// Keys that change the result and are not supported, with the values that have no effect.
 void refuse_others(const JsonValue& json) {
   const std::pair<const char*, JsonValue> wanted[] = {{"bias", {std::string("none")}},
                                                       {"use_dora", {false}},

@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "moesh/base/error.h"
 #include "moesh/formats/file.h"
 
 namespace moesh::formats {

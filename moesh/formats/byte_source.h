@@ -10,7 +10,7 @@ namespace moesh::formats {
 class ByteSource {
  public:
   virtual ~ByteSource() = default;
-  /// As many as there are, up to `count`; 0 at the end.
+  /// Reads up to `count` bytes and returns how many; 0 at the end.
   virtual std::size_t read(char* to, std::size_t count) = 0;
   /// Bytes of the file that were taken, as they lie in it.
   virtual std::uint64_t position() const = 0;

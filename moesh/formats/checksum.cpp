@@ -67,7 +67,7 @@ void BlockSums::add(std::uint64_t offset, std::string_view bytes) {
   const auto last = (offset + bytes.size() - 1) / kBlockBytes;
   if (blocks_.size() <= last) blocks_.resize(last + 1);
   const auto add_words = [&](const char* words, std::size_t num_words, std::size_t num_bytes) {
-    Block& block = blocks_[offset / kBlockBytes];
+    BlockSum& block = blocks_[offset / kBlockBytes];
     block.sum += sum_of(words, offset % kStretch / kWord, num_words) * odd(~(offset / kStretch));
     block.num_bytes += num_bytes;
     offset += num_bytes;

@@ -28,18 +28,18 @@ inline std::uint64_t hash_block(std::string_view bytes) {
 /// change of four bytes at a multiple of four always changes the sum.
 class BlockSums {
  public:
-  struct Block {
+  struct BlockSum {
     std::uint64_t sum = 0;
     std::uint64_t num_bytes = 0;  // that were added
-    bool operator==(const Block&) const = default;
+    bool operator==(const BlockSum&) const = default;
   };
 
   void add(std::uint64_t offset, std::string_view bytes);
   /// Those behind the last byte that was added are left out.
-  const std::vector<Block>& blocks() const { return blocks_; }
+  const std::vector<BlockSum>& blocks() const { return blocks_; }
 
  private:
-  std::vector<Block> blocks_;
+  std::vector<BlockSum> blocks_;
 };
 
 /// Sixteen hexadecimal digits, lower case.

@@ -69,7 +69,7 @@ enum class ExpertLayout { per_expert, stacked };
 inline constexpr ExpertLayout kExpertLayouts[] = {ExpertLayout::per_expert, ExpertLayout::stacked};
 const char* to_string(ExpertLayout layout);
 
-/// What is known of a model in a folder, or of one that is to be saved in one.
+/// A model in a folder, or one that will be saved in a folder.
 struct ModelOnDisk {
   std::string model_type;  // as config.json calls it
   std::int64_t num_layers = 0, num_experts = 0;
@@ -88,7 +88,8 @@ JsonValue text_model(const JsonValue& config_json);
 std::string with_layers_that_are_there(const std::string& config_json,
                                        const std::filesystem::path& folder);
 
-/// The name that a tensor of such a folder has in the text model; empty: it is none of that.
+/// The name that a tensor of such a folder has in the text model; empty: it is not in the text
+/// model.
 std::string name_in_text_model(const std::string& name);
 /// Whether a tensor with this name says that a folder is such a one.
 bool is_of_text_and_images(const std::string& name);

@@ -37,7 +37,7 @@ struct Open {
   int descriptor;
 };
 
-// All that is written to a pipe until its last writer closes it. One that nobody has opened yet
+// All that is written to a pipe until its last writer closes it. A pipe without a writer
 // is waited for like one that is slow.
 std::string read_pipe(int pipe, const std::string& path, std::uint64_t max_size, double seconds) {
   using Clock = std::chrono::steady_clock;
@@ -48,8 +48,8 @@ std::string read_pipe(int pipe, const std::string& path, std::uint64_t max_size,
     struct pollfd wanted = {.fd = pipe, .events = POLLIN, .revents = 0};
     const int ready = ::poll(&wanted, 1, static_cast<int>(std::max<std::int64_t>(0, left.count())));
     MOESH_CHECK(ready != 0, ErrorKind::data, "cannot read ", path, ": it is a pipe, and ",
-                text.empty() ? "nobody wrote to it" : "its writer did not close it", " within ",
-                seconds, " s; name a regular file");
+                text.empty() ? "nothing was written to it" : "its writer did not close it",
+                " within ", seconds, " s; name a regular file");
     const auto count = ready < 0 ? -1 : ::read(pipe, block.data(), block.size());
     if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (count < 0) fail_at(path, "read", errno);

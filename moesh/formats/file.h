@@ -36,10 +36,10 @@ bool exists(const std::filesystem::path& path);
 
 /// A folder, or a link to one.
 bool is_folder(const std::filesystem::path& path);
-/// The same, and false for a link: what is behind it belongs to somebody else.
+/// The same, and false for a link: its target belongs to someone else.
 bool is_own_folder(const std::filesystem::path& path);
 
-/// What is in a folder, sorted; nothing where it does not exist. Whatever else goes wrong is an
+/// The entries of a folder, sorted; none if it does not exist. Whatever else goes wrong is an
 /// Error: a folder that cannot be listed is not empty.
 std::vector<std::string> names_in(const std::filesystem::path& folder);
 
@@ -55,9 +55,9 @@ class InputFile {
 
   const std::filesystem::path& path() const { return path_; }
   std::uint64_t size() const { return size_; }
-  /// Bytes from `offset` on, as many as `to` has room for. Threads may read at the same time.
+  /// Fills `to` with the bytes from `offset` on. Threads may read at the same time.
   void read(std::uint64_t offset, std::span<std::byte> to) const;
-  /// What is read next comes from the disk, where the system can do that. A `size` of 0: all
+  /// The next read comes from the disk, if the system can do that. A `size` of 0: all
   /// behind.
   void forget_cached(std::uint64_t offset = 0, std::uint64_t size = 0) const;
   /// All of it; refused where it has more than `max_size` bytes.
@@ -88,7 +88,7 @@ class OutputFile {
   /// Returns when the bytes are on the disk.
   void sync();
   /// False where another process holds the lock, which ends with this object or its process. Where
-  /// the file system has no locks it warns, and nobody is kept out.
+  /// the file system has no locks it warns, and no other process is kept out.
   bool lock();
   /// Whether the file still has the name under which it was opened.
   bool has_its_name() const;

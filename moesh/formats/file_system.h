@@ -34,7 +34,7 @@ class FileSystem {
   virtual int sync(int file);
   /// Sets the disk to work on what was written there, and returns at once: a hint.
   virtual int begin_sync(int file, std::uint64_t offset, std::uint64_t size);
-  /// What is read next comes from the disk and not from memory, where the system can do that.
+  /// The next read comes from the disk and not from memory, if the system can do that.
   virtual int forget_cached(int file, std::uint64_t offset, std::uint64_t size);
   /// A lock of the open file: it ends with it, or with the process.
   virtual int lock(int file);

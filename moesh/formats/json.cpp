@@ -71,7 +71,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     std::sort(keys_.begin(), keys_.end());
     const auto twice = std::adjacent_find(keys_.begin(), keys_.end());
     MOESH_CHECK(twice == keys_.end(), ErrorKind::data, name_, ": the key ", shown(*twice),
-                " comes twice in one object, so it is not clear which one counts");
+                " comes twice in one object, so it is not clear which one applies");
     open_.pop_back();
     return true;
   }

@@ -37,7 +37,7 @@ struct Manifest {
 
   bool operator==(const Manifest&) const = default;
 
-  /// Null where there is none of this name.
+  /// Null if there is none of this name.
   const ManifestFile* find(std::string_view name) const;
 };
 

@@ -22,7 +22,7 @@ class Pattern {
   /// Whether any part of `text` matches.
   bool is_in(std::string_view text) const;
   /// Every match in `text`, from the left, replaced: $1 is the first group, $& the whole match, $$
-  /// a dollar. Throws Error (config) where there is no such group, or the text is longer than
+  /// a dollar. Throws Error (config) if the group does not exist, or the text is longer than
   /// `kMaxText`: a search for each letter takes quadratic time.
   std::string replace(std::string_view text, std::string_view replacement) const;
 

@@ -60,7 +60,7 @@ struct SafetensorsHeader {
   std::uint64_t data_start = 0;      // where the data begins in the file
   std::vector<std::size_t> by_name;  // places in `tensors`, sorted by name
 
-  /// Null where there is none of this name; does not go through all of them.
+  /// Null if there is none of this name; does not go through all of them.
   const TensorInfo* find(std::string_view name) const;
 };
 

@@ -10,7 +10,6 @@
 #include <charconv>
 #include <cstring>
 #include <optional>
-#include <type_traits>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -182,7 +181,7 @@ constexpr std::pair<std::string_view, IdType> kNpyTypes[] = {
     {"<i8", IdType::int64},  {"<u8", IdType::uint64}};
 constexpr std::string_view kNpyMagic = "\x93NUMPY";
 
-// "(2, 56, 3)", "(3,)", "()": a tuple of Python; nothing where it is none, or has more than NumPy's
+// "(2, 56, 3)", "(3,)", "()": a tuple of Python; nothing if it is not one, or has more than NumPy's
 // 64 dimensions.
 std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
   std::vector<std::int64_t> sizes;
@@ -236,7 +235,7 @@ NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
   MOESH_CHECK(sizes->size() < 2 || !value_behind(header, "'fortran_order':").starts_with("True"),
               ErrorKind::data, name,
               " has its first dimension innermost; save numpy.ascontiguousarray of it");
-  // No file has so many bytes that the product of sizes which fit it would be too large.
+  // Sizes that fit into a file cannot overflow their product.
   const std::size_t item = size_of(known->second), num_bytes = bytes.size() - start;
   std::uint64_t count = 1;
   for (const std::int64_t n : *sizes)

@@ -34,7 +34,7 @@ class MappedFile {
   std::string_view bytes_;
 };
 
-/// What an .idx says. Arrays are not aligned: they are read value by value.
+/// The contents of an .idx. Arrays are not aligned: they are read value by value.
 ///
 ///   "MMIDIDX" 0 0, version (u64, 1), type (u8), sequences (u64), documents + 1 (u64),
 ///   lengths (i32 of each sequence), offsets into .bin in bytes (i64 of each),
@@ -55,7 +55,7 @@ TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
 /// The first bytes of an .idx.
 std::string token_index_header(IdType type, std::int64_t num_sequences, std::int64_t num_documents);
 
-/// What an .npy file of whole numbers says of them. They are all that follows from `data_start` on,
+/// The header of an .npy file of integers. The values are all that follows from `data_start` on,
 /// the last dimension innermost.
 struct NpyHeader {
   IdType type;
@@ -95,7 +95,7 @@ class TokenFile {
 
   std::string name_;
   IdType type_;
-  // Not mapped: where somebody cuts such a file short, a read is an error that says so, and the
+  // Not mapped: if such a file is cut short, a read is an error that says so, and the
   // process would die. Nor is what was read of a large file counted as memory of the process.
   std::shared_ptr<const InputFile> file_;
   std::uint64_t begin_ = 0;  // of the ids in it

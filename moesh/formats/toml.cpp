@@ -31,7 +31,8 @@ namespace {
 
 int line_of(const toml::node& node) { return static_cast<int>(node.source().begin.line); }
 
-// A list of texts as one, with commas between them; nothing: it is none, or a text has a comma.
+// A list of texts as one, with commas between them; nothing: it is not such a list, or a text has a
+// comma.
 std::optional<std::string> joined(const toml::node& node) {
   const auto* list = node.as_array();
   if (!list || !(list->empty() || list->is_homogeneous<std::string>())) return std::nullopt;
@@ -91,7 +92,7 @@ void check_characters(std::string_view text, const std::string& name) {
   std::size_t line = 1;
   std::string_view quotes;  // those that end the text which we are in
   bool is_comment = false;
-  char before = '\n';  // the last that is no space, outside of texts
+  char before = '\n';  // the last character other than a space, outside of texts
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
     const auto byte = static_cast<unsigned char>(c);
@@ -137,8 +138,8 @@ void check_characters(std::string_view text, const std::string& name) {
   }
 }
 
-// Tables in tables are parsed, walked and freed by recursion. What has many dots and is no key,
-// such as a long text, does not count: it has other characters between them.
+// Tables in tables are parsed, walked and freed by recursion. A text with many dots that is not a
+// key, such as a long text, does not count: it has other characters between them.
 void check_key_parts(std::string_view text, const std::string& name) {
   std::size_t line = 1, num_dots = 0;
   for (const char c : text) {

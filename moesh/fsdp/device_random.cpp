@@ -52,9 +52,9 @@ Pair normal_pairs(const Random& random, const at::Tensor& pair) {
 }
 
 at::Tensor values(const Init& init, const Random& random, const at::Tensor& index) {
-  if (init.kind == Init::Kind::normal) return normals(random, index).mul_(init.scale);
+  if (init.kind == Init::Distribution::normal) return normals(random, index).mul_(init.scale);
   const at::Tensor u = uniforms(random, index);
-  return init.kind == Init::Kind::log_uniform
+  return init.kind == Init::Distribution::log_uniform
              ? u.mul_(init.scale - Init::kLeast).add_(Init::kLeast).log_()
              : u.mul_(2).sub_(1).mul_(init.scale);
 }
@@ -74,12 +74,12 @@ at::Tensor normals(const Random& random, const at::Tensor& index) {
 void fill_on_device(const at::Tensor& out, const std::vector<std::int64_t>& shape,
                     const std::vector<std::int64_t>& start, const Init& init, const Random& random,
                     std::int64_t chunk) {
-  if (init.kind == Init::Kind::zeros) return static_cast<void>(out.zero_());
-  if (init.kind == Init::Kind::ones) return static_cast<void>(out.fill_(init.scale));
+  if (init.kind == Init::Distribution::zeros) return static_cast<void>(out.zero_());
+  if (init.kind == Init::Distribution::ones) return static_cast<void>(out.fill_(init.scale));
   const at::Tensor flat = out.view({-1});
   // Where every line begins with the first number of a pair and ends with a second, each block of
   // random bits is made once.
-  const bool in_pairs = init.kind == Init::Kind::normal && shape.back() % 2 == 0 &&
+  const bool in_pairs = init.kind == Init::Distribution::normal && shape.back() % 2 == 0 &&
                         start.back() % 2 == 0 && out.size(-1) % 2 == 0;
   for (std::int64_t begin = 0; begin < flat.numel(); begin += chunk) {
     const std::int64_t count = std::min(chunk, flat.numel() - begin);

@@ -3,8 +3,6 @@
 #include <numeric>
 #include <utility>
 
-#include "moesh/base/error.h"
-
 namespace moesh::raw {
 
 Flat::Flat(std::vector<FlatPart> parts, int num_ranks)

@@ -42,16 +42,16 @@ std::vector<std::int64_t> cut(Region& region, std::int64_t dim, int parts, int p
 // The values at consecutive indices of the whole tensor.
 void fill(const Init& init, const Random& random, std::uint64_t first, std::span<double> out) {
   switch (init.kind) {
-    case Init::Kind::zeros: std::fill(out.begin(), out.end(), 0.0); return;
-    case Init::Kind::ones: std::fill(out.begin(), out.end(), init.scale); return;
-    case Init::Kind::normal:
+    case Init::Distribution::zeros: std::fill(out.begin(), out.end(), 0.0); return;
+    case Init::Distribution::ones: std::fill(out.begin(), out.end(), init.scale); return;
+    case Init::Distribution::normal:
       random.normals(first, out);
       for (double& x : out) x *= init.scale;
       return;
-    case Init::Kind::uniform:
+    case Init::Distribution::uniform:
       for (double& x : out) x = init.scale * (2 * random.uniform(first++) - 1);
       return;
-    case Init::Kind::log_uniform:
+    case Init::Distribution::log_uniform:
       for (double& x : out)
         x = std::log(Init::kLeast + (init.scale - Init::kLeast) * random.uniform(first++));
       return;
@@ -186,7 +186,7 @@ void note_copy_written(const Stored& w) {
   if (w.copy) w.copy->version = static_cast<std::int64_t>(w.value._version());
 }
 
-at::Tensor use(const Stored& w, Axes replicas, Late late) {
+at::Tensor use(const Stored& w, Axes replicas, LateGradient late) {
   const auto& mesh = current_mesh();
   const auto storage_group = mesh.group(w.storage);
   const auto replica_group = mesh.group(replicas);
@@ -197,7 +197,7 @@ at::Tensor use(const Stored& w, Axes replicas, Late late) {
   const at::Tensor out =
       storage_group->size() > 1 ? gather_shards(w, storage_group) : cast_value(w);
   const StepState* step = StepState::current();
-  const auto later = step && late == Late::may_be ? step->weights_later : nullptr;
+  const auto later = step && late == LateGradient::may_be ? step->weights_later : nullptr;
   return attach(
       w.value, out,
       [term = GradientTerm{.leaf = w.value,
@@ -239,17 +239,17 @@ struct Join {
 };
 
 // The box that is left when the axes `cuts` do not cut, and how to join them, the innermost first.
-struct Joined {
+struct JoinedRegion {
   Region box;
   std::vector<Join> joins;
 };
 
-Joined joined(const Stored& w, Axes cuts) {
+JoinedRegion joined(const Stored& w, Axes cuts) {
   MOESH_CHECK(contains(w.cutting, cuts), ErrorKind::config, "parameter '", w.spec.name,
               "' is joined over ", to_string(cuts), ", and it is cut on ", to_string(w.cutting));
   const auto& mesh = current_mesh();
   const std::vector<std::int64_t> zeros(w.spec.shape.size(), 0);
-  Joined result{.box = {zeros, w.spec.shape}};
+  JoinedRegion result{.box = {zeros, w.spec.shape}};
   Region cut = result.box;  // by all axes so far
   std::vector<bool> is_joined(w.spec.shape.size());
   for (const auto& [axis, dim] : w.spec.cuts) {

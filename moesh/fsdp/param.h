@@ -27,8 +27,8 @@ struct Region {
   bool operator==(const Region&) const = default;
 };
 
-/// What to make: name, whole shape, which dimension each cutting axis cuts ({tp, 0}), the dimension
-/// that FSDP shards.
+/// Description of a parameter: name, whole shape, which dimension each cutting axis cuts ({tp, 0}),
+/// the dimension that FSDP shards.
 struct ParamSpec {
   std::string name;
   std::vector<std::int64_t> shape;
@@ -37,12 +37,12 @@ struct ParamSpec {
   at::ScalarType dtype = at::kFloat;  // of the master weights and of the gradient's reduction
   std::optional<at::ScalarType> compute = {};  // what `use` casts to; the same if not given
   at::Device device = at::kCPU;
-  // What rules for matrices move as one: a map from features to features. Embedding, head, router's
-  // gate and biases of experts are not.
+  // The matrices that rules for matrices move as one: a map from features to features. Embedding,
+  // head, router's gate and biases of experts are not.
   bool is_matrix = true;
   std::int64_t num_heads = 1;  // whose own matrices lie stacked along dimension 0
-  /// What is not trained (frozen) has no gradient, no master weights and no state of an optimizer:
-  /// it rests in the type of the work.
+  /// A parameter that is not trained (frozen) has no gradient, no master weights and no state of an
+  /// optimizer: it rests in the type of the work.
   bool trained = true;
 
   at::ScalarType of_work() const { return compute.value_or(dtype); }
@@ -53,7 +53,7 @@ struct ParamSpec {
 /// Values by global index, so that they do not depend on the mesh. The stream is the parameter's
 /// name.
 struct Init {
-  enum class Kind { zeros, ones, normal, uniform, log_uniform } kind = Kind::zeros;
+  enum class Distribution { zeros, ones, normal, uniform, log_uniform } kind = Distribution::zeros;
   // Standard deviation, or half width of the uniform interval around 0; of log_uniform, which is
   // the logarithm of numbers that are uniform in [kLeast, scale], the upper end.
   double scale = 1;
@@ -61,8 +61,8 @@ struct Init {
   static constexpr double kLeast = 0.01;  // of the numbers of log_uniform
 };
 
-/// A value once more in the type of the work. It is that of the value at `version`: code that
-/// writes the value in place makes it old.
+/// A copy of a value in the type of the work. It belongs to the value at `version`; code that
+/// writes the value in place makes the copy old.
 struct ComputeCopy {
   at::Tensor value;
   std::int64_t version;
@@ -77,19 +77,19 @@ struct Stored {
   Region compute, shard;  // what `use` gives, and what this rank stores of it
   std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
   at::Tensor value;                         // [shard.length]; a leaf with a gradient, if trained
-  /// What is not trained may rest quantized: then `value` is empty. Null: it does not.
+  /// A frozen parameter may stay quantized: then `value` is empty. Null: it is not quantized.
   std::shared_ptr<kernels::QuantizedBox> quantized = {};
   std::shared_ptr<ComputeCopy> copy = {};  // null: `use` casts every time
   /// The head of a model whose embedding is on another stage: that stage counts and saves it.
   bool is_of_other_stage = false;
 };
 
-/// Whether this rank of the current mesh is the one, of those that have the same shard, which
-/// counts and saves it.
+/// Whether this rank of the current mesh counts and saves the shard; one of the ranks with the same
+/// shard does.
 bool is_first_holder(const Stored& w);
 
 namespace raw {
-/// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is
+/// f(begin, end) over [0, n), divided among the threads that ATen uses here. (at::parallel_for is
 /// serial in code built without OpenMP.)
 void in_parallel(std::int64_t n,
                  const std::function<void(std::int64_t begin, std::int64_t end)>& f);
@@ -97,16 +97,15 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
                    const Init& init);
 /// From now on the parameter is not trained.
 void freeze(Stored& w);
-/// From now on it is not trained, and rests quantized: its values, of this standard deviation, are
+/// From now on it is not trained and stays quantized: its values, of this standard deviation, are
 /// rounded.
 void quantize(Stored& w, const kernels::Quantization& how, double deviation);
 /// The numbers of the shard, which are its value unless it is quantized; without autograd.
 at::Tensor numbers(const Stored& w);
-/// The gradient of the shard, in the type of the master weights; undefined: it has none. (What
-/// `value.grad()` has may be of the type of the work: backward leaves it so where nothing is
-/// added.)
+/// The gradient of the shard, in the type of the master weights; undefined: it has none.
+/// (`value.grad()` may have the type of the work: backward leaves it so if nothing is added.)
 at::Tensor gradient(const Stored& w);
-/// Memory of what rests.
+/// Memory of the stored value.
 std::int64_t num_bytes_at_rest(const Stored& w);
 /// From now on the value is kept in the type of the work as well, if that is another one.
 void keep_copy(Stored& w);
@@ -115,10 +114,10 @@ at::Tensor current_copy(const Stored& w);
 /// The value has just been written, and the copy with it.
 void note_copy_written(const Stored& w);
 /// Whether the gradient of a parameter may be left for later (StepState::leave_weights).
-enum class Late { may_be, never };
+enum class LateGradient { may_be, never };
 /// Enters the replica axes, gathers the shards, casts. Backward, of what is trained: cast,
 /// reduce_scatter over the storage ranks, one all_reduce of the small shard over the replicas.
-at::Tensor use(const Stored& w, Axes replicas, Late late);
+at::Tensor use(const Stored& w, Axes replicas, LateGradient late);
 /// The whole compute part of something shaped like the shard (a gradient, an optimizer's state),
 /// without autograd.
 at::Tensor gather(const Stored& w, const at::Tensor& shard);
@@ -167,7 +166,7 @@ class Param {
 /// I -> R on every axis where the parameter is not cut, except those in Stay, where both sides do
 /// the same work (a norm on a residual stream that is I on tp).
 template <Axes Stay = none, auto L>
-auto use(const Param<L>& w, raw::Late late = raw::Late::may_be) {
+auto use(const Param<L>& w, raw::LateGradient late = raw::LateGradient::may_be) {
   constexpr auto entered = [] {
     auto out = L;
     for (Axes axis : std::remove_const_t<decltype(L)>::axes)
@@ -221,8 +220,8 @@ class OneRankScope {
   MeshScope scope_{mesh_};
 };
 
-// A parameter that is cut and stored in shards, as one tensor: for what looks at all of a matrix at
-// once.
+// A parameter that is split and stored in shards, as one tensor: for code that needs a whole
+// matrix.
 
 /// Joins what the ranks have of something shaped like the parameter (its value, its gradient, an
 /// optimizer's state): over its storage and over `cuts`, some of the axes that cut it. With all of
@@ -233,10 +232,10 @@ class OneRankScope {
 at::Tensor gather_full(const Stored& w, const at::Tensor& shard, Axes cuts);
 at::Tensor gather_full(const Stored& w, const at::Tensor& shard);
 
-/// What another rank of the stage stores of it.
+/// The part of it that another rank of the stage stores.
 Region shard_on(const Stored& w, int rank);
 
-/// The way back, without communication: this rank's shard of what gather_full gives, a view of it.
+/// The inverse, without communication: this rank's shard of the result of gather_full, as a view.
 at::Tensor shard_of(const Stored& w, const at::Tensor& full, Axes cuts);
 at::Tensor shard_of(const Stored& w, const at::Tensor& full);
 

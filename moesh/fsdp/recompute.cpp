@@ -15,13 +15,13 @@
 
 namespace moesh::raw {
 
-// What the parts of f kept, in the order in which f came to them.
+// Values that the parts of f kept, in the order in which f reached them.
 struct Results {
-  struct Kept {
+  struct KeptResult {
     std::string what;
     std::vector<at::Tensor> tensors;
   };
-  std::deque<Kept> all;
+  std::deque<KeptResult> all;
   bool is_second_run = false;
 };
 

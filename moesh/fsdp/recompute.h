@@ -14,7 +14,7 @@
 
 namespace moesh {
 
-/// What a recompute keeps of its first run besides its input.
+/// Values that a recompute keeps of its first run besides its input.
 enum class Keep { nothing, expensive };
 
 namespace raw {
@@ -22,23 +22,24 @@ std::vector<at::Tensor> recompute(
     std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f, const at::Tensor& x,
     Keep keep);
 
-/// For the forward of what is expensive. In the second run of a recompute that keeps: what the
-/// first run gave to `keep` at this place; elsewhere nothing, and the caller computes, and calls
-/// `keep`. `what` is the same in both.
+/// For an expensive computation. In the second run of a recompute that keeps: the tensors that the
+/// first run gave to `keep` at this place. Elsewhere it returns nothing; then the caller computes
+/// them and calls `keep`. `what` is the same in both.
 std::optional<std::vector<at::Tensor>> recall(std::string_view what);
 void keep(std::string_view what, const std::vector<at::Tensor>& results);
 
-/// Stands for a result that the second run need not compute: the last ones before the end of f,
-/// whose values no gradient needs. NaN, without memory: a gradient that does need it shows.
+/// Stands for a result that the second run need not compute: one of the last before the end of f,
+/// whose values no gradient needs. It is NaN, without memory, so that a gradient which does need it
+/// shows.
 at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w);
 }  // namespace raw
 
-/// Runs f(x, false) without keeping anything of its inside, or only what its parts give to
-/// raw::keep, and f(x, true) once more in backward. f returns a tuple of typed tensors, which may
-/// depend on x and on parameters; an undefined one stays undefined. Every rank recomputes in the
-/// same order, so f may hold collectives.
+/// Runs f(x, false) and keeps none of its intermediate values, except those that its parts give to
+/// raw::keep; backward runs f(x, true). f returns a tuple of typed tensors, which may depend on x
+/// and on parameters; an undefined one stays undefined. Every rank recomputes in the same order, so
+/// f may contain collectives.
 template <class Fn, auto L>
 auto recompute(Fn f, const Tensor<L>& x, Keep keep = Keep::nothing) {
   using Results = std::invoke_result_t<Fn&, const Tensor<L>&, bool>;
@@ -55,7 +56,7 @@ auto recompute(Fn f, const Tensor<L>& x, Keep keep = Keep::nothing) {
   }(std::make_index_sequence<std::tuple_size_v<Results>>());
 }
 
-/// linear(x, w), of which a recompute that keeps keeps the result.
+/// linear(x, w), whose result is kept by a recompute that keeps values.
 template <auto A, auto B>
 auto kept_linear(const Tensor<A>& x, const Tensor<B>& w) {
   constexpr auto out = mix(Op::linear, A, B);

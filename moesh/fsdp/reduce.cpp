@@ -6,14 +6,12 @@
 
 #include <algorithm>
 #include <deque>
-#include <numeric>
 #include <utility>
 
 #include "moesh/fsdp/flat.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
-#include "moesh/spmd/raw.h"
 
 namespace moesh {
 namespace raw {
@@ -40,7 +38,7 @@ void check_same(const GradientTerm& term, const at::Tensor& sum) {
   term.same_work->expect_same(sum, "d(" + term.name + ")");
 }
 
-// What a profiler shows: "start to reduce layers.2.norm .. layers.2.moe.w1 (12 gradients)".
+// The name in a profiler: "start to reduce layers.2.norm .. layers.2.moe.w1 (12 gradients)".
 std::string scope_name(const char* what, const std::vector<GradientTerm>& terms) {
   return std::string(what) + " " + terms.front().name +
          (terms.size() > 1 ? " .. " + terms.back().name : "") + " (" +
@@ -61,8 +59,8 @@ bool is_narrow(const at::Tensor& grad, const at::Tensor& leaf) {
   return grad.scalar_type() != leaf.scalar_type();
 }
 
-// What backward made in the type of the work stays so until something is added to it. It may be
-// the gradient of something else as well: nobody writes to it.
+// A gradient of backward stays in the type of the work until something is added to it. It may be
+// the gradient of something else as well, so it is never written to.
 void add_to_leaf(const at::Tensor& leaf, const at::Tensor& sum) {
   at::Tensor& grad = at::Tensor(leaf).mutable_grad();
   if (!grad.defined())
@@ -135,7 +133,7 @@ at::Tensor reduce(const GradientTerm& term, const std::shared_ptr<Reductions>& r
     reductions->open.push_back(term);
     return {};
   }
-  // Of several ranks all have gradients of one type, also of what only one of them has.
+  // All ranks have gradients of one type, even for weights that only one of them has.
   if (is_sum || current_mesh().shape().num_ranks() > 1 || !is_narrow(term.grad, term.leaf))
     return reduce_now(term);
   check_same(term, term.grad);

@@ -32,9 +32,8 @@ struct GradientTerm {
 };
 
 /// The sum, as a gradient of the leaf: reduce_scatter over the storage ranks, all_reduce over the
-/// replicas. Undefined where the step has `reductions`, which bring it to the leaf, and where there
-/// is nothing to sum, on one rank: then the leaf has it in the type of the work, until more is
-/// added.
+/// replicas. It is undefined if the step has `reductions`, which bring it to the leaf, or if there
+/// is only one rank: then the leaf keeps it in the type of the work until more is added.
 at::Tensor reduce(const GradientTerm& term, const std::shared_ptr<Reductions>& reductions);
 /// The same, when no backward waits for it: the sum is added to the leaf.
 void reduce_to_leaf(const GradientTerm& term, const std::shared_ptr<Reductions>& reductions);
@@ -44,8 +43,8 @@ at::Tensor begin_bucket(const at::Tensor& x);
 
 }  // namespace raw
 
-/// x, where a block of the model begins: when backward comes out of it, the gradients since the
-/// last such place are a bucket.
+/// Returns x. Call it where a block of the model begins: when backward leaves the block, the
+/// gradients since the last such place become a bucket.
 template <auto L>
 Tensor<L> begin_bucket(const Tensor<L>& x) {
   return assume<L>(raw::begin_bucket(x.local()));

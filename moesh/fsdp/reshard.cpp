@@ -10,7 +10,6 @@
 #include <map>
 #include <utility>
 
-#include "moesh/base/error.h"
 #include "moesh/fsdp/flat.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/kernels/quantized.h"
@@ -105,7 +104,7 @@ void free(raw::Gathers& gathers) {
   }
 }
 
-// What is cast and gathered: the copy in the type of the work, where there is one.
+// The tensor that is cast and gathered: the copy in the type of the work, if there is one.
 at::Tensor source_of(const Stored& w) {
   const at::Tensor copy = raw::current_copy(w);
   return copy.defined() ? copy : w.value.detach();
@@ -123,7 +122,7 @@ Gathered gathered(const Stored& w, const std::shared_ptr<comm::Group>& group) {
           .num_bytes = static_cast<size_t>(numel) * c10::elementSize(compute)};
 }
 
-// What this rank has of it, in the type of the work.
+// This rank's part of it, in the type of the work.
 at::Tensor own_numbers(const Gathered& g) {
   return g.quantized ? kernels::dequantize(*g.quantized, g.compute)
                      : kernels::cast(g.source, g.compute);
@@ -200,7 +199,7 @@ at::Tensor empty_rows(const Gathered& g) {
   return at::empty(shape, g.source.options().dtype(g.compute));
 }
 
-// The result of a prefetch; undefined where there is none, or the value was written since.
+// The result of a prefetch; undefined if there is none, or the value was written since.
 at::Tensor take_pending(const Stored& w, const Gathered& g) {
   const auto step = gathering();
   if (!step) return {};
@@ -218,7 +217,7 @@ at::Tensor take_pending(const Stored& w, const Gathered& g) {
   return rows;
 }
 
-// What another micro-batch has gathered of w, or what `make` gathers, which is kept for the next.
+// w as another micro-batch has gathered it, or as `make` gathers it; kept for the next one.
 template <class F>
 at::Tensor kept_or(const Stored& w, const F& make) {
   const auto step = gathering();
@@ -253,7 +252,7 @@ void raw::forget(Gathering& gathering) { gathering.pending.clear(), gathering.ke
 void raw::add_taker(Gathering& gathering) { ++gathering.num_takers; }
 void raw::remove_taker(Gathering& gathering) {
   --gathering.num_takers;
-  // What the others have gathered ahead is for them.
+  // Gathers that the others have started are for them.
   for (auto p = gathering.pending.begin(); p != gathering.pending.end();) {
     const auto next = std::next(p);
     if (--p->second.num_takers == 0) {

@@ -27,8 +27,8 @@ at::Tensor enter_reshard(const at::Tensor& x, const std::shared_ptr<Gathers>& ga
 at::Tensor leave_reshard(const at::Tensor& y, const std::shared_ptr<Gathers>& gathers);
 }  // namespace raw
 
-/// The gathers of one part of the model. While it lives, `use` in the current step puts its gathers
-/// here.
+/// The gathers of one part of the model. While it lives, `use` in the current step stores its
+/// gathers here.
 class ReshardScope {
  public:
   /// `before` is that of the part before this one: its gathers start when backward of this one
@@ -60,7 +60,7 @@ class ReshardScope {
 /// of a step.
 void prefetch(const std::vector<const Stored*>& params);
 
-/// What the micro-batches of a step are to share of these, once it is gathered or cast; nothing
+/// Those of these weights that all micro-batches of a step use, once gathered or cast; nothing
 /// where the step keeps none (StepState::keep_gathers).
 void keep_gathered(const std::vector<const Stored*>& params);
 
@@ -68,8 +68,7 @@ namespace raw {
 /// Called by `use`: the gathered shards, from a prefetch or gathered now, known to the ReshardScope
 /// of the step if there is one.
 at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& group);
-/// The same where one rank stores all of it: the value, cast (or made of its codes), and once more
-/// in backward.
+/// The same if one rank stores all of it: the value is cast (or decoded), and again in backward.
 at::Tensor cast_value(const Stored& w);
 }  // namespace raw
 

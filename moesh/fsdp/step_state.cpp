@@ -14,19 +14,14 @@ thread_local StepState* innermost = nullptr;
 StepState::StepState(bool overlap)
     : gathering(raw::make_gathering()),
       reductions(overlap ? raw::make_reductions() : nullptr),
-      outer_(innermost) {
-  innermost = this;
-}
+      scope_(innermost, this) {}
 StepState::StepState(StepState* whole)
     : gathering(whole->gathering),
       reductions(whole->reductions),
       weights_later(whole->weights_later),
-      outer_(innermost),
-      is_whole_(false) {
-  innermost = this;
-}
+      scope_(innermost, this),
+      is_whole_(false) {}
 StepState::~StepState() {
-  innermost = outer_;
   if (is_whole_)
     raw::forget(*gathering);
   else

@@ -1,12 +1,12 @@
 #pragma once
-// What lives for a step and no longer: parameters that are on their way or shared by micro-batches,
-// sums of gradients that are under way, gradients of weights that are left for later, and what a
-// recompute keeps. Nodes of autograd hold what their backward needs of it.
+// State that lives for one step: parameters that are being gathered or that all micro-batches use,
+// sums of gradients in progress, gradients of weights that are left for later, and values that a
+// recompute keeps. Nodes of autograd hold the parts that their backward needs.
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
+#include "moesh/base/scoped_value.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/spmd/weights_later.h"
 
@@ -24,43 +24,41 @@ struct GatherBytes {
   std::int64_t now = 0, most = 0;
 };
 
-/// The code that runs a step makes one, and what it calls on this thread takes part in it. Without
-/// one, parameters are gathered when they are used and kept for backward, and sums are awaited at
-/// once.
+/// The code that runs a step makes one, and everything that it calls on this thread uses it.
+/// Without one, parameters are gathered when they are used and kept for backward, and sums are
+/// awaited at once.
 class StepState {
  public:
-  /// Whether sums of gradients are started in backward and not waited for: those of one bucket
-  /// together. Every rank has the same buckets, and starts and awaits them in the same order. The
-  /// sums have the same bits as without it; but under NCCL, whose order of terms depends on the
-  /// place in a message, and for a parameter that is used twice (a tied embedding), of which
-  /// several micro-batches are added one use after the other, those of another order.
+  /// `overlap`: sums of gradients are started in backward, one bucket at a time, and not awaited
+  /// there. Every rank has the same buckets, and starts and awaits them in the same order. The sums
+  /// have the same bits as without it, with two exceptions where terms are added in another order:
+  /// under NCCL, where the order depends on the place in a message, and for a parameter that is
+  /// used twice (a tied embedding) in several micro-batches.
   explicit StepState(bool overlap = false);
   /// For another thread of the same rank, which works on a micro-batch of the same step (turns.h):
-  /// what it gathers, sums and leaves is that of `whole`, which outlives it. Before the
-  /// first gather of the step raw::add_taker says that there is one; it ends with this object.
+  /// its gathers, sums and weights for later belong to `whole`, which outlives it. Before the first
+  /// gather of the step, raw::add_taker must announce it.
   explicit StepState(StepState* whole);
   ~StepState();
-  StepState(const StepState&) = delete;
-  StepState& operator=(const StepState&) = delete;
 
   /// The innermost of this thread; null: none.
   static StepState* current();
 
-  /// The gradients that backward has left since the last bucket are one, too.
+  /// Makes a bucket of the gradients that backward has left since the last one.
   void start_sums();
   /// Awaits all of them, and adds each to the gradient of its parameter.
   void finish_sums();
 
   /// From now on backward leaves the gradients of weights for later (weights_later.h).
   void leave_weights();
-  /// What backward has left since the last call.
+  /// The work that backward has left since the last call.
   WeightHalf take_weights();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish_weights();
 
-  /// From now on what keep_gathered (reshard.h) names is gathered once for all micro-batches. Where
-  /// blocks do not free their parameters, several micro-batches of a pipeline are under way at
-  /// once, and each would have gathered its own.
+  /// From now on the parameters that keep_gathered (reshard.h) names are gathered once for all
+  /// micro-batches. If blocks do not free their parameters, several micro-batches of a pipeline are
+  /// in progress at once, and each would gather its own copy.
   void keep_gathers();
 
   GatherBytes bytes() const;
@@ -74,7 +72,7 @@ class StepState {
   std::shared_ptr<raw::Gathers> scope;          // reshard.cpp: where `use` puts what it gathers
 
  private:
-  StepState* outer_;
+  ScopedValue<StepState*> scope_;
   bool is_whole_ = true;
 };
 

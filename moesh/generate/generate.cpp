@@ -53,12 +53,12 @@ Generated generate(models::Model& model, comm::Group& world, const Config& confi
   const StepState state;  // of what is gathered ahead
   const auto forward = train::step_options(config).forward;
   const auto longs = at::TensorOptions(device(config)).dtype(at::kLong);
-  nn::PastOfLayers past;
+  nn::ModelKvCache kv_cache;
   Generated result;
   at::Tensor input_1L = at::tensor(options.prompt, at::kLong).unsqueeze(0).to(device(config));
   auto start = Clock::now();
   for (std::int64_t i = 0; i < options.max_new_tokens; ++i) {
-    const at::Tensor logits_V = model.next_logits(input_1L, past, forward)[0];
+    const at::Tensor logits_V = model.next_logits(input_1L, kv_cache, forward)[0];
     // Every dp rank has computed the same sequence; one of them chooses, should they differ in a
     // last bit.
     at::Tensor chosen_1 = at::zeros({1}, longs);

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <set>
 #include <vector>
 
@@ -23,9 +22,9 @@ struct ChooseOptions {
   void validate() const;
 };
 
-/// The id of one of the tokens whose logits [V] these are; `index` is the number of the choice, so
-/// that a text depends on the seed and on nothing that happened before. Of equal logits the first
-/// is taken, and is the likelier for top_p.
+/// Chooses a token by its logits [V]. `index` is the number of the choice, so that a text depends
+/// on the seed only, not on what happened before. Of equal logits the first is taken, and counts as
+/// the likelier one for top_p.
 std::int64_t choose_token(const at::Tensor& logits_V, const ChooseOptions& options,
                           std::int64_t index);
 
@@ -46,7 +45,7 @@ struct Generated {
 };
 
 /// On every rank of the world, under its mesh: all get the same ids. The prompt is one pass, and
-/// each further token costs one row: `past` of the layers is kept.
+/// each further token costs one row: `kv_cache` of the layers is kept.
 Generated generate(models::Model& model, comm::Group& world, const Config& config,
                    const GenerateOptions& options);
 

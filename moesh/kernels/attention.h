@@ -13,7 +13,7 @@ struct AttentionConfig {
   double scale = 1;
   std::int64_t start = 0;
   std::int64_t window = 0;  // a query sees itself and window - 1 keys before it; 0: all
-  std::int64_t chunk = 0;   // a query sees the keys of its own chunk of so many positions; 0: all
+  std::int64_t chunk = 0;   // a query sees the keys of its own chunk of this many positions; 0: all
   // The most documents that the queries of the batch may be of, where they have starts.
   std::int64_t most_documents = 0;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// What more than one kernel checks or asks.
+// Checks and questions that several kernels need.
 
 #include <ATen/core/Tensor.h>
 

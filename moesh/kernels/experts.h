@@ -24,7 +24,7 @@ struct ExpertsConfig {
   bool weights_later = false;  // backward leaves the gradients of the weights for later
 };
 
-/// What LoRA adds, to w1 and w3 together and to w2; undefined: nothing. Where it adds anything, the
+/// The LoRA adapters of w1 and w3 together and of w2; undefined: none. Where it adds anything, the
 /// weights themselves are frozen: backward gives only the gradients of these.
 ///   [g; u] = [w1; w3] x + scale13 b13 (a13 x)        y = w2 h + scale2 b2 (a2 h)
 struct ExpertsLora {

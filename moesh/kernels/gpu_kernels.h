@@ -2,6 +2,8 @@
 // Which kernels run on an accelerator (`kernels.gpu` of a configuration): a model carries it, and a
 // step of it runs under it.
 
+#include "moesh/base/scoped_value.h"
+
 namespace moesh::kernels {
 
 enum class GpuKernels {
@@ -12,19 +14,16 @@ enum class GpuKernels {
 
 const char* to_string(GpuKernels kernels);
 
-/// What this thread has chosen; automatic if nothing.
+/// The choice of this thread; automatic by default.
 GpuKernels gpu_kernels();
 
 /// The choice of this thread as long as it lives; forward and backward run in one thread.
 class UseGpuKernels {
  public:
   explicit UseGpuKernels(GpuKernels kernels);
-  ~UseGpuKernels();
-  UseGpuKernels(const UseGpuKernels&) = delete;
-  UseGpuKernels& operator=(const UseGpuKernels&) = delete;
 
  private:
-  GpuKernels before_;
+  ScopedValue<GpuKernels> scope_;
 };
 
 }  // namespace moesh::kernels

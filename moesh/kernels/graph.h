@@ -19,11 +19,11 @@ class Graph {
 /// Why there are no graphs on this device: "" if there are.
 std::string refuses_graphs(c10::Device device);
 
-/// What f gives to the current stream (not the default one) is recorded and not done. f has run a
-/// few times before. What f throws comes out of here, for instance because f waits for the device;
-/// then nothing of it has been done. Memory that the allocator keeps for later is given back first:
-/// a graph has its own, or that of `beside`. Graphs that have memory together take as much as the
-/// largest of them: before one is replayed, what another left there has been read.
+/// Work that f queues on the current stream (not the default one) is recorded and not done. f has
+/// run a few times before. What f throws comes out of here, for instance because f waits for the
+/// device; then nothing of it has been done. Memory that the allocator keeps for later is given
+/// back first: a graph has its own, or that of `beside`. Graphs that have memory together take as
+/// much as the largest of them: before one is replayed, what another left there has been read.
 std::unique_ptr<Graph> record_graph(const std::function<void()>& f, const Graph* beside);
 
 /// How steps become graphs. A test on the CPU has a way of its own.

@@ -1,6 +1,5 @@
 #pragma once
 #include <climits>
-#include <cstdlib>
 
 #if defined(__GLIBC__)
 #include <malloc.h>

@@ -17,7 +17,7 @@
 namespace moesh::kernels {
 namespace {
 
-using Kind = Quantization::Kind;
+using Kind = Quantization::Format;
 using Sizes = std::vector<std::int64_t>;
 
 // Numbers that are made at once: a few temporary tensors of this size in float32.
@@ -145,7 +145,7 @@ QuantizedBox quantize(const Quantization& how, const at::Tensor& values, const S
     box.codes.copy_(scaled.clamp(-448, 448).to(at::kFloat8_e4m3fn).view(at::kByte));
     return box;
   }
-  // Of 0, 0.5, 1, 1.5, 2, 3, 4, 6 the nearest.
+  // The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
   const at::Tensor borders =
       at::tensor({0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0}, at::kFloat).to(values.device());
   const at::Tensor bits =

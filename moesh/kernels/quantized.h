@@ -14,11 +14,11 @@ namespace moesh::kernels {
 ///   mxfp4   a byte for each two numbers of a row (e2m1, the first in the low half), and for each 32
 ///           of a row a byte, the exponent of a power of two (GPT-OSS).
 struct Quantization {
-  enum class Kind { float8, mxfp4 } kind = Kind::float8;
+  enum class Format { float8, mxfp4 } kind = Format::float8;
   std::int64_t rows = 128, columns = 128;  // of a block with one scale
 
-  static Quantization mxfp4() { return {Kind::mxfp4, 1, 32}; }
-  const char* name() const { return kind == Kind::float8 ? "float8" : "MXFP4"; }
+  static Quantization mxfp4() { return {Format::mxfp4, 1, 32}; }
+  const char* name() const { return kind == Format::float8 ? "float8" : "MXFP4"; }
   /// Numbers along each dimension of a tensor that share a byte of codes, or a scale.
   std::vector<std::int64_t> code_block(std::size_t num_dims) const;
   std::vector<std::int64_t> scale_block(std::size_t num_dims) const;

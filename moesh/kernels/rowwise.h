@@ -1,5 +1,5 @@
 #pragma once
-// What is computed for each row, or head, in one pass over memory: in float32 or wider, and rounded
+// Functions of each row, or head, in one pass over memory: in float32 or wider, and rounded
 // once. B batch, L tokens, P positions, D features of a row, h heads, d features of a head
 
 #include <ATen/core/Tensor.h>
@@ -44,7 +44,7 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
                         const std::optional<Rotation>& turn = {});
 
 struct NormGradients {
-  at::Tensor x, weight_D;  // weight_D is undefined where there is none
+  at::Tensor x, weight_D;  // weight_D is undefined if there is none
 };
 /// `beside` is a gradient of x that comes by another way and is added; undefined: none.
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,

@@ -36,8 +36,7 @@ const char* to_string(GpuKernels kernels) {
 }
 
 GpuKernels gpu_kernels() { return chosen; }
-UseGpuKernels::UseGpuKernels(GpuKernels kernels) : before_(chosen) { chosen = kernels; }
-UseGpuKernels::~UseGpuKernels() { chosen = before_; }
+UseGpuKernels::UseGpuKernels(GpuKernels kernels) : scope_(chosen, kernels) {}
 
 const KernelTable& aten_kernels() {
   static const KernelTable table = [] {

@@ -1,5 +1,5 @@
 #pragma once
-// What a step does with all parameters at once: the sum of the squares of their gradients, AdamW,
+// Operations on all parameters at once: the sum of the squares of their gradients, AdamW,
 // and casts. Nothing here waits for the device: the numbers of a step are read where they are.
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@ struct AdamWParam {
   at::Tensor gradient;           // of that dtype, or bfloat16; is not read again: it may be
                                  // written to
   at::Tensor mean, mean_square;  // of the gradients so far
-  at::Tensor copy = {};          // bfloat16: gets the new value as well; undefined: nobody asks
+  at::Tensor copy = {};          // bfloat16: gets the new value as well; undefined: no copy
   double weight_decay = 0;
 };
 

@@ -67,12 +67,12 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
                            const MicroBatch& batch, const ForwardOptions& options,
                            std::int64_t moe_layer) {
   interruption_point();
-  const Along over_tp = tokens.over_tp();
+  const SplitDim over_tp = tokens.over_tp();
   const auto added = [&](const nn::Stream<Sp>& stream, const nn::Stream<Sp>& y) {
     return stream + (residual_scale_ == 1 ? y : scale(y, residual_scale_));
   };
-  nn::Past* past =
-      options.past ? &options.past->layers.at(static_cast<std::size_t>(layer_)) : nullptr;
+  nn::KvCache* kv_cache =
+      options.kv_cache ? &options.kv_cache->layers.at(static_cast<std::size_t>(layer_)) : nullptr;
   nn::MaxLogits* logits = options.watches_logits && options.pass == nn::Pass::training
                               ? &attention_->max_logits()
                               : nullptr;
@@ -80,7 +80,7 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
     RECORD_USER_SCOPE("attention");
     const auto [normed, stream] = nn::norm_beside<Sp>(attention_norm_, x);
     const nn::Full full = for_several(nn::to_full<Sp>(normed, over_tp));
-    return added(stream, nn::to_stream<Sp>((*attention_)(full, tokens, past, logits), over_tp));
+    return added(stream, nn::to_stream<Sp>((*attention_)(full, tokens, kv_cache, logits), over_tp));
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   const auto [normed, stream] = nn::norm_beside<Sp>(ffn_norm_, after);

@@ -1,5 +1,5 @@
 #pragma once
-// What the configurations of all models have in common, and how the trainer sees them.
+// The parts that all models' configurations have in common, as the trainer sees them.
 
 #include <cstdint>
 #include <optional>
@@ -26,7 +26,7 @@ struct ModelKey {
 using ModelKeys = std::vector<ModelKey>;
 ModelKeys joined(ModelKeys keys, const ModelKeys& more);
 
-/// What the rules of a run need to know of the model; 0: no such limit. Messages call them
+/// Facts of a model that the rules of a run need; 0: no limit. Messages call them
 /// model.num_heads and so on: model keys have these names.
 struct ModelFacts {
   std::int64_t num_layers = 0;
@@ -36,9 +36,9 @@ struct ModelFacts {
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
-  // What the model was trained with: the step of its expert bias (balance without a loss), the
-  // weight of each layer's balance loss, and whether scores multiply what goes into an expert or
-  // what comes out of it.
+  // Settings that the model was trained with: the step of its expert bias (balance without a loss),
+  // the weight of each layer's balance loss, and whether scores multiply what goes into an expert
+  // or what comes out of it.
   double load_balance_coeff = 0;
   double balance_loss_weight = 0;
   bool score_before_experts = false;
@@ -48,14 +48,15 @@ struct ModelFacts {
   bool takes_cp() const { return num_key_heads == 0; }
 };
 
-/// A rule on the keys of a model that its configuration breaks.
+/// A broken rule of a model's configuration.
 struct BrokenRule {
   std::vector<std::string> keys;  // those that it is about, the one to change first
   std::string cure;               // after their values: "; set model.top_k to 8 or less"
 };
 
-/// Every decoder. The values are those of the tiny size. A model adds to keys(), facts() and
-/// broken_rule(), and has plan() (decoder.h) and fields(), those of config.json (config_json.h).
+/// The configuration of every decoder, with the values of the tiny size. A model adds to keys(),
+/// facts() and broken_rule(), and defines plan() (decoder.h) and the fields() of its config.json
+/// (config_json.h).
 struct DecoderConfig {
   std::int64_t vocab = 96, dim = 32, num_layers = 3, num_heads = 8;
   std::int64_t num_experts = 8, top_k = 2;
@@ -73,7 +74,7 @@ struct DecoderConfig {
   /// Points into this object.
   ModelKeys keys();
   ModelFacts facts() const;
-  /// The first rule that is broken, of those that the ranges of single keys do not say.
+  /// The first broken rule, apart from the ranges of single keys.
   std::optional<BrokenRule> broken_rule() const;
 };
 
@@ -89,11 +90,11 @@ struct GroupedDecoderConfig : DecoderConfig {
   ModelKeys keys();
   ModelFacts facts() const;
   std::optional<BrokenRule> broken_rule() const;
-  /// What follows from these sizes; models add the rest.
+  /// The facts that follow from these sizes; models add the rest.
   nn::GroupedAttentionConfig attention() const;
 };
 
-/// 1, 2, 4 of 4: what a number takes that must divide another one.
+/// 1, 2, 4 of 4: the values of a number that must divide another one.
 std::vector<std::int64_t> divisors(std::int64_t n);
 
 /// A configuration that comes with moesh.

@@ -15,7 +15,7 @@ std::string in_one_line(const JsonValue& value) {
   return text;
 }
 
-// What follows the kind of scaling.
+// The keys of each kind of scaling.
 void scaling_fields(ConfigJson& json, const std::string& kind, nn::RopeConfig& r,
                     std::int64_t max_sequence) {
   json.number("factor", r.factor, 1, /*least=*/1);

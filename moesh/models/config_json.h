@@ -27,7 +27,7 @@ class ConfigJson {
 
   bool reads() const { return from_.has_value(); }
   const JsonValue& from() const { return *from_; }
-  /// Of the file; nothing where it is absent or null.
+  /// The value in the file; nothing if it is absent or null.
   std::optional<JsonValue> find(const std::string& key) const;
   JsonObject& written() { return written_; }
   void write(const std::string& key, JsonValue value) {
@@ -57,7 +57,7 @@ class ConfigJson {
   JsonObject written_;
 };
 
-/// What a field stands for where it is absent, and what the number of experts is called.
+/// Values of absent fields, and the name of the number of experts.
 struct JsonDefaults {
   double theta = 10000, norm_eps = 1e-6;
   std::int64_t head_dim = 0;  // 0: the width divided by the heads
@@ -70,7 +70,7 @@ struct JsonDefaults {
 
 void decoder_fields(ConfigJson& json, const JsonDefaults& defaults, DecoderConfig& config);
 void grouped_fields(ConfigJson& json, const JsonDefaults& defaults, GroupedDecoderConfig& config);
-/// What `moe` has is what an absent field stands for; but there must be a dense width, and the
+/// An absent field keeps the value that `moe` has; but there must be a dense width, and the
 /// number of dense layers.
 void moe_fields(ConfigJson& json, std::int64_t num_layers, DeepseekMoe& moe);
 

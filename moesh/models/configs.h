@@ -1,9 +1,8 @@
 #pragma once
-// The configurations of all models, side by side: what is a model's own besides config.h. What they
-// do is in the source of each.
+// The configurations of all models, side by side: the keys of each model besides those of config.h.
+// What they do is in the source of each.
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "moesh/models/config.h"
@@ -11,7 +10,7 @@
 
 namespace moesh::models {
 
-/// The mixture of DeepSeek-V3, which others have taken over: first layers dense, then shared
+/// The mixture of DeepSeek-V3, which other models have as well: first layers dense, then shared
 /// experts beside routed ones, node-limited sigmoid routing, and balance by an expert bias. Part of
 /// a configuration, beside a DecoderConfig.
 struct DeepseekMoe {
@@ -152,7 +151,7 @@ struct Qwen3NextConfig : Qwen2MoeConfig {
   std::int64_t key_dim = 8, value_dim = 4;              // of a head
   std::int64_t num_taps = 4;                            // of the convolution
   double most_decay = 16;                               // as in nn::DeltaNetConfig
-  std::int64_t full_step = 4;                           // every so many layers one has attention,
+  std::int64_t full_step = 4;                           // one of this many layers has attention,
   std::optional<std::vector<std::int64_t>> full_layers = {};  // or these have it
 
   /// "tiny", "debug", "80b-a3b".
@@ -196,9 +195,9 @@ struct Llama4Config : GroupedDecoderConfig {
                               *kArchitecture = "Llama4ForCausalLM";  // in config.json
 
   std::int64_t ffn = 48;      // of the layers that are not mixtures
-  std::int64_t moe_step = 1;  // every so many layers one is a mixture,
+  std::int64_t moe_step = 1;  // one of this many layers is a mixture,
   std::optional<std::vector<std::int64_t>> moe_layers = {};  // or these are
-  std::int64_t nope_step = 4;  // every so many layers one has no positions,
+  std::int64_t nope_step = 4;  // one of this many layers has no positions,
   std::optional<std::vector<std::int64_t>> nope_layers = {};  // or these have none
   std::int64_t chunk = 8192;  // of the layers with positions; 0: none
   bool qk_norm = true;        // of the layers with positions

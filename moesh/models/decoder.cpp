@@ -54,13 +54,14 @@ class Decoder final : public Model {
   at::TensorOptions stream_options() const override {
     return at::TensorOptions(options_.device).dtype(options_.dtype);
   }
-  at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
+  at::Tensor next_logits(const at::Tensor& ids_BL, nn::ModelKvCache& kv_cache,
                          const ForwardOptions& options) override {
     check_whole("the next token");
     const at::NoGradGuard no_grad;
     ForwardOptions o = options;
-    o.pass = nn::Pass::evaluation, o.recompute = Recompute::none, o.auxiliary = {}, o.past = &past;
-    past.layers.resize(static_cast<std::size_t>(plan_.config.num_layers));
+    o.pass = nn::Pass::evaluation, o.recompute = Recompute::none, o.auxiliary = {},
+    o.kv_cache = &kv_cache;
+    kv_cache.layers.resize(static_cast<std::size_t>(plan_.config.num_layers));
     return o.sequence_parallel ? run_next<true>(ids_BL, o) : run_next<false>(ids_BL, o);
   }
   void each_param(const std::function<void(Stored&, bool)>& f) override {
@@ -108,7 +109,7 @@ class Decoder final : public Model {
   bool is_whole() const {
     return stages_.size() == 1 && stages_[0]->is_first() && stages_[0]->is_last();
   }
-  // What is asked about the whole model does not depend on what this rank has of it. Its shapes are
+  // Questions about the whole model do not depend on this rank's part of it. Its shapes are
   // not kept: an estimate would count them.
   template <class F>
   void of_whole(F ask) const {
@@ -165,7 +166,7 @@ class Decoder final : public Model {
     const nn::Tokens tokens = stage.tokens_of(batch, options);
     const auto x = stage.embed<Sp>(batch, tokens, options);
     const auto out = stage.run_blocks<Sp>(x, batch, tokens, options);
-    options.past->num_tokens += ids_BL.size(1);
+    options.kv_cache->num_tokens += ids_BL.size(1);
     return local(stage.last_logits<Sp>(out.x_BLD, tokens));
   }
 

@@ -61,7 +61,7 @@ class Mla final : public nn::Attention {
     for (auto* up : {&q_, &kv_b_}) up->stored().spec.num_heads = num_heads_;
   }
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past,
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::KvCache* kv_cache,
                  nn::MaxLogits* logits) const override {
     const auto rotation =
         nn::rope_of(*rope_tables_, rope_, tokens, x_BLD).last_features(rope_.interleaved);
@@ -78,18 +78,19 @@ class Mla final : public nn::Attention {
     const auto [latent, shared_key] = split_features(kv_a_(x_BLD, numbers), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
-    if (past) {
+    if (kv_cache) {
       const Full both =
           map_rows([](const at::Tensor& a, const at::Tensor& b) { return at::cat({a, b}, -1); },
                    kv_norm_(latent), turned);
-      const Full& latents = past->add(nn::all_positions(both, tokens));
-      const Heads y = nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *past);
+      const Full& latents = kv_cache->add(nn::all_positions(both, tokens));
+      const Heads y =
+          nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *kv_cache);
       return o_(nn::merge_heads(y), numbers);
     }
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
     const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
     const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
-    // What is dropped of a latent is the same on every cp rank that sees it.
+    // Dropout of a latent is the same on every cp rank that sees it.
     const auto both = kv_b_(seen_latent, nn::seen_numbers(tokens, options_));
     const auto [k, v] = nn::latent_heads(nn::split_heads(both, nope_ + v_dim_), seen_key, nope_);
     if (logits) logits->see(q, k, tokens, options_);
@@ -230,7 +231,7 @@ void DeepseekV3Config::fields(ConfigJson& json) {
   json.count("kv_lora_rank", kv_lora_rank);
   json.count("qk_nope_head_dim", qk_nope_dim), json.count("qk_rope_head_dim", qk_rope_dim);
   json.count("v_head_dim", v_dim);
-  // What is left out is what transformers takes it for.
+  // Absent fields mean what they mean in transformers.
   if (json.reads()) num_groups = 8, top_groups = 4, routed_scale = 2.5;
   moe_fields(json, num_layers, *this);
   json.flag("rope_interleave", rope.interleaved, true);

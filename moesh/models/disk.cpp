@@ -65,7 +65,7 @@ void add_mtp(const Config& c, DiskTable& table) {
   };
 }
 
-// What transformers 5 calls the layers of Mixtral and MiniMax-M2, whose experts it stacks.
+// The names in transformers 5 of the layers of Mixtral and MiniMax-M2, whose experts it stacks.
 std::string renamed(std::string name, ExpertLayout layout) {
   constexpr std::string_view kOld = ".block_sparse_moe.";
   const auto found = name.find(kOld);
@@ -75,22 +75,22 @@ std::string renamed(std::string name, ExpertLayout layout) {
 }
 
 // A parameter [rows, columns].
-struct Rows {
+struct NamedMatrix {
   std::string param;
   std::int64_t rows, columns;
 };
 
 // Several of them below one another, as a tensor [all rows, 1, columns]. A view has pieces of one
 // length: that which divides all of them.
-DiskTensor below_one_another(const std::string& name, const std::vector<Rows>& parts) {
+DiskTensor below_one_another(const std::string& name, const std::vector<NamedMatrix>& parts) {
   std::int64_t all = 0, piece = 0;
-  for (const Rows& part : parts) all += part.rows, piece = std::gcd(piece, part.rows);
+  for (const NamedMatrix& part : parts) all += part.rows, piece = std::gcd(piece, part.rows);
   const std::int64_t columns = parts.at(0).columns;
   DiskTensor t{.name = name,
                .shape = {all, 1, columns},
                .view = {all / piece, piece, columns},
                .sources = {}};
-  for (const Rows& part : parts)
+  for (const NamedMatrix& part : parts)
     for (std::int64_t first = 0; first < part.rows; first += piece)
       t.sources.push_back({.param = part.param,
                            .offset = {first, 0},
@@ -108,7 +108,7 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
   if (c.facts().stores_expert_bias)
     for (auto* router : model->routers()) gates.insert(router->gate().name());
   DiskTable table;
-  std::vector<Rows> convolution;  // of q, k and v (nn/delta_net.h), which tp cuts one by one
+  std::vector<NamedMatrix> convolution;  // of q, k and v (nn/delta_net.h), which tp cuts one by one
   model->each_param([&](Stored& w, bool) {
     const auto& [name, shape] = std::pair{w.spec.name, w.spec.shape};
     if (without_last(name).ends_with(".conv1d")) {

@@ -13,17 +13,17 @@
 
 namespace moesh::models {
 
-/// The part of a checkpoint that is a router's expert bias: what the table of a model calls it.
+/// The name of a router's expert bias in the table of a model.
 std::string expert_bias_name(const std::string& gate_weight);
 
 /// The configuration that a config.json of transformers 4 or 5 describes; throws Error (data) for a
-/// model that moesh does not know, or a variant of it that it cannot compute. `name` is what errors
-/// call the text.
+/// model that moesh does not know, or a variant that it cannot compute. Errors call the text
+/// `name`.
 AnyConfig config_of(const std::string& config_json, const std::string& name);
 formats::ModelOnDisk on_disk(const AnyConfig& config);
 
-/// A key of [model] for which the model's config.json has no place: what is read back is another
-/// value than the one that was written.
+/// A key of [model] for which the model's config.json has no place: another value would be read
+/// back than was written.
 struct LostKey {
   std::string name;       // "window"
   std::string read_back;  // "0"
@@ -36,8 +36,8 @@ struct LayerExperts {
   std::string name;
   std::int64_t E, F, D;
 };
-/// A tensor for each expert and part: name.3.gate_proj.weight [F, D], and what the model calls up
-/// and down.
+/// A tensor for each expert and part: name.3.gate_proj.weight [F, D], and likewise up and down,
+/// under the model's names.
 std::vector<formats::DiskTensor> one_by_one(const LayerExperts& experts, const std::string& gate,
                                             const std::string& up, const std::string& down);
 /// name.gate_up_proj [E, 2F, D], gate rows first, and name.down_proj [E, D, F].
@@ -54,7 +54,7 @@ std::vector<formats::DiskTensor> tensors(const Config&, const LayerExperts& expe
              : stacked_out_in(experts);
 }
 
-// What a model says whose experts lie differently.
+// The description of a model whose experts lie differently.
 std::vector<formats::DiskTensor> tensors(const MinimaxM2Config& config, const LayerExperts& experts,
                                          formats::ExpertLayout layout);
 std::vector<formats::DiskTensor> tensors(const GraniteMoeConfig& config,

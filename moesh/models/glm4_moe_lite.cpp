@@ -52,7 +52,7 @@ void Glm4MoeLiteConfig::fields(ConfigJson& json) {
   } else if (!json.find("first_k_dense_replace")) {
     set("first_k_dense_replace", {std::int64_t{1}});
   }
-  // What is left out is what transformers takes it for.
+  // Absent fields mean what they mean in transformers.
   const auto fallback = [&](const std::string& key, const JsonValue& value) {
     if (!json.find(key)) set(key, value);
   };

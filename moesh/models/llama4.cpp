@@ -108,7 +108,7 @@ void Llama4Config::fields(ConfigJson& json) {
   json.list("moe_layers", moe), json.list("no_rope_layers", rope);
   if (json.reads()) {
     if (json.find("moe_layers")) moe_layers = moe;
-    // An empty list is none.
+    // An empty list counts as absent.
     if (!rope.empty()) {
       MOESH_CHECK(rope.size() >= static_cast<size_t>(num_layers), ErrorKind::data,
                   "no_rope_layers has ", rope.size(),

@@ -1,10 +1,9 @@
 #pragma once
-// What the trainer knows of a model.
+// A model as the trainer sees it.
 
 #include <ATen/ops/ones.h>
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -16,8 +15,8 @@
 #include "moesh/kernels/quantized.h"
 #include "moesh/nn/attention.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/nn/kv_cache.h"
 #include "moesh/nn/lora.h"
-#include "moesh/nn/past.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
@@ -43,12 +42,12 @@ struct MicroBatch {
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
   std::int64_t index = 0;        // of the micro-batch in its step
   nn::Documents documents = {};  // none: every sequence is one
-  // What each depth of multi-token prediction takes at a position, and what it is to predict.
-  struct Ahead {
+  // Input token and label of each depth of multi-token prediction at a position.
+  struct MtpInput {
     at::Tensor input_ids_BL, labels_BL;
     at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
   };
-  std::vector<Ahead> ahead = {};
+  std::vector<MtpInput> ahead = {};
   // The numbers of its sequences in the run, int64 [B], where something depends on them (dropout).
   at::Tensor samples_B = {};
 
@@ -58,13 +57,13 @@ struct MicroBatch {
   std::vector<at::Tensor*> from_data() {
     std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
     if (documents.any()) all.push_back(&documents.starts_BL);
-    for (Ahead& a : ahead) all.push_back(&a.input_ids_BL), all.push_back(&a.labels_BL);
+    for (MtpInput& a : ahead) all.push_back(&a.input_ids_BL), all.push_back(&a.labels_BL);
     if (samples_B.defined()) all.push_back(&samples_B);
     return all;
   }
 };
 
-/// What backward of a block computes again, because forward has not kept it.
+/// The part of a block that backward computes again, because forward has not kept it.
 enum class Recompute {
   none,
   selective,  // all but what is expensive: results of attention, pre-activations of MLPs and
@@ -82,18 +81,18 @@ struct ForwardOptions {
   // The graph of the head begins at a leaf of its own, ForwardResult::head_input, so that its
   // backward can be run by itself, before that of the blocks.
   bool head_apart = false;
-  nn::Probe* probe = nullptr;  // null: nobody looks
+  nn::Probe* probe = nullptr;  // null: none
   // Every attention sees its largest logits of training passes (nn::MaxLogits), for QK-clip.
   bool watches_logits = false;
-  // What the layers have kept of the tokens before, and keep of these; null: these are all.
-  nn::PastOfLayers* past = nullptr;
+  // The cache of earlier tokens, to which these are added; null: these are all tokens.
+  nn::ModelKvCache* kv_cache = nullptr;
 };
 
 /// The residual stream between two stages, as this rank has it: with and without sequence
 /// parallelism.
 using StageStream = std::variant<nn::Stream<true>, nn::Stream<false>>;
 
-/// What a model gives, or a stage of it.
+/// The results of a model, or of a stage of it.
 struct ForwardResult {
   // Cross-entropy and auxiliary losses, each divided by the tokens of the step; undefined in a
   // stage that has neither.
@@ -109,7 +108,7 @@ struct ForwardResult {
   // For the stage after this one; in the last undefined, or for the head where that is apart.
   StageStream stream = {};
   StageStream head_input = {};  // of the head, where it is apart: its value, with a gradient
-  /// What a depth of multi-token prediction gives in the last stage, in an evaluation:
+  /// The results of a depth of multi-token prediction in the last stage, in an evaluation:
   /// cross-entropy, divided by the tokens of the step, and how many tokens it predicts as the model
   /// itself does when it comes to them (int64).
   struct Predicted {
@@ -159,10 +158,10 @@ class Model {
   virtual std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
                                                  const ForwardOptions& options) const = 0;
   virtual at::TensorOptions stream_options() const = 0;
-  /// The logits [B, V] of the token that follows ids [B, L], and those which `past` has kept before
-  /// them (begin with an empty one); the same on every cp and tp rank. Without gradients. Of a
-  /// model in one stage.
-  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
+  /// The logits [B, V] of the token that follows ids [B, L], and those which `kv_cache` has kept
+  /// before them (begin with an empty one); the same on every cp and tp rank. Without gradients. Of
+  /// a model in one stage.
+  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::ModelKvCache& kv_cache,
                                  const ForwardOptions& options) = 0;
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;

@@ -35,7 +35,7 @@ nn::Stream<Sp> MtpLayer::join(const nn::Stream<Sp>& ahead_BLD, const nn::Stream<
   const nn::Stream<Sp> both =
       cat(std::vector{nn::norm<Sp>(ahead_norm_, ahead_BLD), nn::norm<Sp>(read_norm_, read_BLD)}, 2);
   // No token is multiplied twice: without sequence parallelism tp ranks take turns.
-  const Along rows = nn::rows_over_tp(tokens);
+  const SplitDim rows = nn::rows_over_tp(tokens);
   const nn::PerToken y = join_(nn::own_tokens<Sp>(flatten(both, 0, 1), rows));
   const auto to_stream = [&]() -> nn::Stream<Sp> {
     if constexpr (Sp)

@@ -1,8 +1,8 @@
 #pragma once
 // Multi-token prediction (DeepSeek-V3, section 2.2): layer k, counted from 1, predicts token i + k
-// + 1 from what the head has read at position i of layer k - 1 (of the model itself for k = 1), and
-// from the embedding of token i + k. Embedding and head are the model's. In files it is the block
-// behind the last, with a few weights of its own. B batch, L tokens of this cp rank, D model
+// + 1 from the input of the head at position i in layer k - 1 (in the model itself for k = 1), and
+// from the embedding of token i + k. Embedding and head are the model's. In files it is a block
+// after the last one, with a few more weights. B batch, L tokens of this cp rank, D model
 
 #include <cstdint>
 #include <functional>
@@ -19,7 +19,7 @@ class MtpLayer {
   MtpLayer(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& options,
            const nn::ModuleOptions& module);
 
-  /// What its block begins with, of the embedding of the tokens ahead and what the head has read
+  /// The input of its block, from the embedding of the tokens ahead and what the head has read
   /// before.
   template <bool Sp>
   nn::Stream<Sp> join(const nn::Stream<Sp>& ahead_BLD, const nn::Stream<Sp>& read_BLD,

@@ -28,7 +28,7 @@ void each_model(Fn f) {
 
 /// In the order of AnyConfig.
 std::vector<std::string> model_names();
-/// The built-in sizes of a model; throws Error (config) when there is no such model.
+/// The built-in sizes of a model; throws Error (config) for an unknown model.
 std::vector<std::string> model_sizes(const std::string& name);
 AnyConfig built_in(const std::string& name, const std::string& size);
 

@@ -23,7 +23,7 @@ std::int64_t numel(const Stored& w) {
   return product;
 }
 
-// [B, L, 1]: at each position what is n positions later; behind the end what is no word.
+// [B, L, 1]: at each position the token n positions later; a value that is not a word past the end.
 at::Tensor moved_back(const at::Tensor& x_BL1, std::size_t n) {
   const auto by = std::min(static_cast<std::int64_t>(n), x_BL1.size(1));
   return at::constant_pad_nd(x_BL1.narrow(1, by, x_BL1.size(1) - by), {0, 0, 0, by}, kIgnoredLabel);
@@ -43,10 +43,11 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
   const nn::ModuleOptions o{
       .dtype = m.dtype,
       .device = m.device,
-      .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed},
-      .bias_init = Init{.kind = c.bias_std > 0 ? Init::Kind::normal : Init::Kind::zeros,
-                        .scale = c.bias_std,
-                        .seed = m.seed},
+      .init = {.kind = Init::Distribution::normal, .scale = c.init_std, .seed = m.seed},
+      .bias_init =
+          Init{.kind = c.bias_std > 0 ? Init::Distribution::normal : Init::Distribution::zeros,
+               .scale = c.bias_std,
+               .seed = m.seed},
       .lora = m.lora};
   // Block by block: what is frozen takes less memory, and its master weights are gone by then.
   const auto freeze = [&](Stored& w) {
@@ -93,7 +94,7 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
 
 nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& options) const {
   const auto& ids = batch.input_ids_BL;
-  const std::int64_t before = options.past ? options.past->num_tokens : 0;
+  const std::int64_t before = options.kv_cache ? options.kv_cache->num_tokens : 0;
   MOESH_CHECK(ids.dim() == 2 && before + ids.size(1) <= config_.max_sequence, ErrorKind::config,
               "input_ids are ", ids.sizes(), ", after ", before,
               " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
@@ -181,7 +182,7 @@ nn::Full Stage::to_head(const nn::Stream<Sp>& normed_BLD, const nn::Tokens& toke
   return logits_scale_ == 1 ? x : scale(x, logits_scale_);  // here, where it is small
 }
 
-Stage::HeadWeight Stage::head_weight(raw::Late late) const {
+Stage::HeadWeight Stage::head_weight(raw::LateGradient late) const {
   return use(head_ ? *head_ : embedding_->weight(), late);
 }
 
@@ -210,7 +211,7 @@ HeadOutput Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   const nn::Stream<Sp> read = nn::norm<Sp>(*norm_, begin_bucket(x_BLD));
   const nn::Full x = to_head<Sp>(read, tokens);
   // The gradient is there with the loss: to keep it for later would cost as much memory again.
-  const HeadWeight weight = head_weight(raw::Late::never);
+  const HeadWeight weight = head_weight(raw::LateGradient::never);
   if (options.probe && options.probe->wants_logits())
     options.probe->on_logits(local(linear(x, weight)).detach());
   HeadOutput out;
@@ -237,7 +238,7 @@ void Stage::predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight,
   BlockRun run;
   for (std::size_t k = 0; k < mtp_.size(); ++k) {
     MtpLayer& layer = *mtp_[k];
-    const MicroBatch::Ahead& ahead = batch.ahead[k];
+    const MicroBatch::MtpInput& ahead = batch.ahead[k];
     if (options.reshard)
       prefetch(layer.block().stored());
     else
@@ -280,7 +281,7 @@ Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<
   MOESH_CHECK(norm_, "last_logits of a stage that does not end with the last block");
   const nn::Full x = to_head<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens);
   const auto last = select(all_gather<cp>(x, tokens.over_cp()), 1, tokens.sequence() - 1);
-  const auto logits = linear(last, head_weight(raw::Late::may_be));
+  const auto logits = linear(last, head_weight(raw::LateGradient::may_be));
   const Pieces words{config_.vocab, current_mesh().size(tp)};
   return all_gather<tp>(logits, {.dim = 1, .sizes = words.lengths()});
 }

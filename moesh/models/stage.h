@@ -6,7 +6,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "moesh/fsdp/reshard.h"
@@ -19,7 +18,7 @@
 
 namespace moesh::models {
 
-/// What the blocks of a stage give.
+/// The results of the blocks of a stage.
 template <bool Sp>
 struct StageOutput {
   nn::Stream<Sp> x_BLD;                // to the next stage, or to the head
@@ -27,7 +26,7 @@ struct StageOutput {
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
 };
 
-/// What the last stage gives behind its blocks.
+/// The results of the last stage after its blocks.
 struct HeadOutput {
   nn::TokenSum cross_entropy;          // of the next tokens, divided by those of the step
   nn::TokenSum auxiliary;              // kNumAuxiliary losses of the MTP layers; undefined without
@@ -91,11 +90,11 @@ class Stage {
 
   template <bool Sp>
   nn::Stream<Sp> embedded(const at::Tensor& ids_BL, const nn::Tokens& tokens) const;
-  /// What the head reads: all tokens of this cp rank, of a stream that is normalised.
+  /// The input of the head: all tokens of this cp rank, of a stream that is normalised.
   template <bool Sp>
   nn::Full to_head(const nn::Stream<Sp>& normed_BLD, const nn::Tokens& tokens) const;
   using HeadWeight = Tensor<Dense{Place::R, Place::R, Place::F}>;
-  HeadWeight head_weight(raw::Late late) const;
+  HeadWeight head_weight(raw::LateGradient late) const;
   bool is_head_trained() const;
   /// Cross-entropy of this rank's tokens, divided by those of the step.
   nn::TokenSum loss_of(const nn::Full& x_BLD, const HeadWeight& weight, const at::Tensor& labels_BL,

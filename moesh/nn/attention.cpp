@@ -6,8 +6,7 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/nn/composed_attention.h"
-#include "moesh/nn/fused_attention.h"
+#include "moesh/nn/attention_functions.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
@@ -16,9 +15,9 @@ namespace {
 
 // Positions count from the first key: chunks begin where they did.
 kernels::AttentionConfig kernel_config(const Tokens& tokens, const AttentionOptions& o,
-                                       const Reach& seen) {
-  // A chunk of the whole sequence is none. (For other documents than whole sequences the kernels
-  // cannot tell: they know only the keys of this rank.)
+                                       const PositionRange& seen) {
+  // A chunk of the whole sequence means no chunks. (For other documents than whole sequences the
+  // kernels cannot tell: they know only the keys of this rank.)
   const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
   return {.scale = o.scale,
           .start = tokens.first_position() - seen.begin,
@@ -27,12 +26,12 @@ kernels::AttentionConfig kernel_config(const Tokens& tokens, const AttentionOpti
           .most_documents = tokens.most_documents()};
 }
 
-Reach seen_here(const Tokens& tokens, const AttentionOptions& o) {
-  return reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+PositionRange seen_here(const Tokens& tokens, const AttentionOptions& o) {
+  return seen_ranges(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
 }
 
 // Undefined without documents.
-at::Tensor from_first_key(const at::Tensor& starts_BL, const Reach& seen) {
+at::Tensor from_first_key(const at::Tensor& starts_BL, const PositionRange& seen) {
   return starts_BL.defined() ? starts_BL - seen.begin : starts_BL;
 }
 
@@ -40,8 +39,8 @@ at::Tensor from_first_key(const at::Tensor& starts_BL, const Reach& seen) {
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                         const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
                         const at::Tensor& starts_BL, const Tokens& tokens,
-                        const AttentionOptions& o, const Past* past) {
-  const Reach seen = past ? past->kept() : seen_here(tokens, o);
+                        const AttentionOptions& o, const KvCache* kv_cache) {
+  const PositionRange seen = kv_cache ? kv_cache->kept() : seen_here(tokens, o);
   MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
@@ -92,7 +91,7 @@ at::Tensor largest_logits(const kernels::AttentionConfig& c, const at::Tensor& q
 void MaxLogits::see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& o,
                     std::int64_t most_scores) {
   const at::NoGradGuard no_grad;
-  const Reach seen = seen_here(tokens, o);
+  const PositionRange seen = seen_here(tokens, o);
   const at::Tensor starts_BL = from_first_key(local(tokens.document_starts()), seen);
   const at::Tensor mine =
       largest_logits(kernel_config(tokens, o, seen), local(q), local(k), starts_BL, most_scores);
@@ -106,10 +105,10 @@ Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int
 
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) { return flatten(x, 2, 3); }
 
-std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
+std::vector<PositionRange> seen_ranges(const Tokens& tokens, const AttentionOptions& o) {
   const std::int64_t all = tokens.sequence();
   const bool sees_all = (o.window == 0 || o.window >= all) && (o.chunk == 0 || o.chunk >= all);
-  std::vector<Reach> found;
+  std::vector<PositionRange> found;
   std::int64_t start = 0;
   for (auto length : tokens.over_cp().sizes) {
     std::int64_t first = o.window > 0 ? std::max<std::int64_t>(0, start - o.window + 1) : 0;
@@ -118,22 +117,23 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
     else if (o.chunk > 0)
       first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
     if (length == 0) first = start;
-    found.push_back(sees_all ? Reach{0, all} : Reach{first, start + length});
+    found.push_back(sees_all ? PositionRange{0, all} : PositionRange{first, start + length});
     start += length;
   }
   return found;
 }
 
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options) {
-  const Reach seen = reaches(tokens, options)[static_cast<size_t>(current_mesh().coordinate(cp))];
+  const PositionRange seen =
+      seen_ranges(tokens, options)[static_cast<size_t>(current_mesh().coordinate(cp))];
   return tokens.numbers(seen.begin, seen.end);
 }
 
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
-  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+  return gather_ranges<cp>(x, tokens.over_cp(), seen_ranges(tokens, o));
 }
 Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
-  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+  return gather_ranges<cp>(x, tokens.over_cp(), seen_ranges(tokens, o));
 }
 
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
@@ -159,31 +159,31 @@ RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& to
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options, const Past* past) {
+             const AttentionOptions& options, const KvCache* kv_cache) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
           const at::Tensor& starts_BL) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options, past);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options, kv_cache);
       },
       q, k, v, tokens.document_starts());
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
-             const Tokens& tokens, const AttentionOptions& options, const Past* past) {
+             const Tokens& tokens, const AttentionOptions& options, const KvCache* kv_cache) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
           const at::Tensor& sinks_h, const at::Tensor& starts_BL) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options, past);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options, kv_cache);
       },
       q, k, v, sinks, tokens.document_starts());
 }
 
 Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
-             const AttentionOptions& options, const Past& past) {
+             const AttentionOptions& options, const KvCache& kv_cache) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd, const at::Tensor& v_BSd) {
         return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, {}, tokens, options,
-                            &past);
+                            &kv_cache);
       },
       q, k, v);
 }

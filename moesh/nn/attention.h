@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "moesh/fsdp/param.h"
-#include "moesh/nn/past.h"
+#include "moesh/nn/kv_cache.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/rope.h"
 #include "moesh/nn/tokens.h"
-#include "moesh/spmd/reach.h"
+#include "moesh/spmd/gather_ranges.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
@@ -26,21 +26,24 @@ Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x);
 /// For each cp rank, the positions that its queries may see, its own among them: up to the end of
 /// its span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
 /// Shapes do not depend on where documents begin: a chunk, which counts from there, is as a window.
-std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options);
+std::vector<PositionRange> seen_ranges(const Tokens& tokens, const AttentionOptions& options);
 
-/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
-/// only these travel. Keys and values may be made before or after, whichever is smaller on its way.
+/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of the tokens that its queries see
+/// (`seen_ranges`): only these are sent. Keys and values may be made before or after, whichever
+/// makes the message smaller.
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
 Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& options);
 
 /// The numbers of their tokens (Tokens::numbers).
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options);
 
-/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of all cp ranks: what every one of them keeps.
+/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of all cp ranks, for a cache that every rank
+/// keeps.
 template <auto L>
 Tensor<L> all_positions(const Tensor<L>& x, const Tokens& tokens) {
-  const std::vector<Reach> whole(tokens.over_cp().sizes.size(), Reach{0, tokens.sequence()});
-  return with_reach<cp>(x, tokens.over_cp(), whole);
+  const std::vector<PositionRange> whole(tokens.over_cp().sizes.size(),
+                                         PositionRange{0, tokens.sequence()});
+  return gather_ranges<cp>(x, tokens.over_cp(), whole);
 }
 
 /// How many keys a query sees, on average over a sequence.
@@ -52,23 +55,24 @@ RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& to
                   const Full& x);
 
 /// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options, or all
-/// that `past` holds, if there is one. h may be smaller for them (grouped queries).
+/// that `kv_cache` holds, if there is one. h may be smaller for them (grouped queries).
 /// A query sees only its own document.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options, const Past* past = nullptr);
+             const AttentionOptions& options, const KvCache* kv_cache = nullptr);
 /// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
-             const Tokens& tokens, const AttentionOptions& options, const Past* past = nullptr);
-/// All heads have the same keys and values [B, S, d], those that `past` holds.
+             const Tokens& tokens, const AttentionOptions& options,
+             const KvCache* kv_cache = nullptr);
+/// All heads have the same keys and values [B, S, d], those that `kv_cache` holds.
 Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
-             const AttentionOptions& options, const Past& past);
+             const AttentionOptions& options, const KvCache& kv_cache);
 
 /// The largest logit of each own head, a scaled score before the softmax, of all queries and the
 /// keys that they see, since `clear`: of this rank's tokens.
 class MaxLogits {
  public:
-  /// Computes the scores once more, since no kernel gives them: in blocks of `most_scores` (128
-  /// MiB), or of one query. k is of seen_positions with the same options.
+  /// Computes the scores once more, since kernels do not return them: in blocks of `most_scores`
+  /// (128 MiB), or of one query. k is of seen_positions with the same options.
   void see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& options,
            std::int64_t most_scores = std::int64_t{1} << 25);
   /// float32 (float64 in float64 runs) [h]; -infinity where nothing was seen.
@@ -79,24 +83,24 @@ class MaxLogits {
   at::Tensor largest_h_;  // written in place: a CUDA graph of a step has its address
 };
 
-/// Rows of a weight, [begin, begin + count) of the `of_head` that each head has there, to which
-/// the logits of the head are proportional: they are f times as large when all such rows of the
-/// attention are f ^ power times what they were.
+/// Rows of a weight that scale the logits of a head: [begin, begin + count) of the `of_head` rows
+/// of each head. Multiplying all such rows of the attention by f ^ power multiplies the logits by
+/// f.
 struct LogitRows {
   Stored* weight;
   std::int64_t of_head, begin, count;
   double power;
 };
 
-/// What a decoder's block needs of its attention, whatever the kind.
+/// The interface of attention in a decoder's block, whatever the kind.
 class Attention {
  public:
   virtual ~Attention() = default;
-  /// With a `past`, the tokens follow those that it has kept, and it keeps these. `logits`, if
+  /// With a `kv_cache`, the tokens follow those that it has kept, and it keeps these. `logits`, if
   /// given, sees those of these tokens.
-  virtual Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+  virtual Sum operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache = nullptr,
                          MaxLogits* logits = nullptr) const = 0;
-  /// Empty where no scaling of weights scales the logits, as of queries that are normalised.
+  /// Empty if no scaling of weights scales the logits, for example with normalised queries.
   virtual std::vector<LogitRows> logit_rows() { return {}; }
   MaxLogits& max_logits() { return max_logits_; }
   /// Every parameter, in forward order.

@@ -1,4 +1,4 @@
-#include "moesh/nn/composed_attention.h"
+#include "moesh/nn/attention_functions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>
@@ -6,7 +6,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/nn/flash_attention.h"
 
 namespace moesh::nn {
 namespace {
@@ -90,7 +89,7 @@ class CausalAttention : public torch::autograd::Function<CausalAttention> {
   }
 
  private:
-  // y, the logarithms of the sums, and two numbers of the dropout that there is none of.
+  // y, the logarithms of the sums, and two numbers for dropout, which is not used.
   static variable_list run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            double scale) {
     if (auto first = raw::recall("causal attention")) return *first;

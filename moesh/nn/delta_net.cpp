@@ -21,7 +21,7 @@ std::optional<at::Tensor> or_none(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
-class Convolution : public torch::autograd::Function<Convolution> {
+class ConvolutionFunction : public torch::autograd::Function<ConvolutionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& starts_BL) {
@@ -36,7 +36,7 @@ class Convolution : public torch::autograd::Function<Convolution> {
   }
 };
 
-class DeltaRule : public torch::autograd::Function<DeltaRule> {
+class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& qkv,
                             const at::Tensor& decay, const at::Tensor& beta,
@@ -61,11 +61,11 @@ class DeltaRule : public torch::autograd::Function<DeltaRule> {
   }
 };
 
-// silu of the convolution. With a `past` it goes on where that ended.
+// silu of the convolution. With a `kv_cache` it goes on where that ended.
 at::Tensor convolved(const at::Tensor& x_BLgc, const at::Tensor& w_gcK, const at::Tensor& starts_BL,
-                     Past* past) {
-  if (!past) return Convolution::apply(x_BLgc, w_gcK, or_none(starts_BL));
-  at::Tensor& kept = past->carried().inputs;
+                     KvCache* kv_cache) {
+  if (!kv_cache) return ConvolutionFunction::apply(x_BLgc, w_gcK, or_none(starts_BL));
+  at::Tensor& kept = kv_cache->carried().inputs;
   const at::Tensor all = kept.defined() ? at::cat({kept, x_BLgc}, 1) : x_BLgc;
   const std::int64_t num_before = all.size(1) - x_BLgc.size(1),
                      num_kept = std::min(all.size(1), w_gcK.size(2) - 1);
@@ -111,16 +111,17 @@ DeltaNet::DeltaNet(const DeltaNetConfig& c, const std::string& name, const Modul
   conv_q_ = wide(".conv1d.q", {keys, c.num_taps}, o.init);
   conv_k_ = wide(".conv1d.k", {keys, c.num_taps}, o.init);
   conv_v_ = wide(".conv1d.v", {values, c.num_taps}, o.init);
-  a_log_ = wide(".A_log", {c.num_value_heads},
-                {.kind = Init::Kind::log_uniform, .scale = c.most_decay, .seed = o.init.seed});
-  dt_bias_ = wide(".dt_bias", {c.num_value_heads}, {.kind = Init::Kind::ones});
+  a_log_ =
+      wide(".A_log", {c.num_value_heads},
+           {.kind = Init::Distribution::log_uniform, .scale = c.most_decay, .seed = o.init.seed});
+  dt_bias_ = wide(".dt_bias", {c.num_value_heads}, {.kind = Init::Distribution::ones});
 }
 
 std::int64_t DeltaNet::chunk() const {
   return std::clamp<std::int64_t>(config_.key_dim / 2, 4, 64);
 }
 
-Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
+Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache,
                          MaxLogits* /*logits*/) const {
   const std::int64_t d = config_.key_dim, v = config_.value_dim, values = group_ * v;
   const at::Tensor numbers = tokens.span_numbers();
@@ -132,7 +133,8 @@ Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
         const auto by_head = [&](const at::Tensor& taps) {
           return taps.reshape({x_BLgc.size(2), -1, taps.size(1)});
         };
-        return convolved(x_BLgc, at::cat({by_head(q), by_head(k), by_head(w)}, 1), starts_BL, past);
+        return convolved(x_BLgc, at::cat({by_head(q), by_head(k), by_head(w)}, 1), starts_BL,
+                         kv_cache);
       },
       narrow(qkvz, 3, 0, 2 * d + values), use(conv_q_), use(conv_k_), use(conv_v_),
       tokens.document_starts());
@@ -144,12 +146,12 @@ Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
                          time = ba_BLgr.narrow(3, group_, group_).flatten(2, 3).to(wide),
                          decay = -a_log_h.exp() * at::softplus(time + dt_bias_h);
         at::Tensor y_BLhv;
-        if (past) {
+        if (kv_cache) {
           auto out = kernels::delta_rule_forward(
-              {all_BLgc, decay, beta, d, {}, past->carried().state}, chunk());
-          past->carried().state = out.state_Bhdv, y_BLhv = out.y_BLhv;
+              {all_BLgc, decay, beta, d, {}, kv_cache->carried().state}, chunk());
+          kv_cache->carried().state = out.state_Bhdv, y_BLhv = out.y_BLhv;
         } else {
-          y_BLhv = DeltaRule::apply(all_BLgc, decay, beta, or_none(starts_BL), d, chunk());
+          y_BLhv = DeltaRuleFunction::apply(all_BLgc, decay, beta, or_none(starts_BL), d, chunk());
         }
         return y_BLhv.unflatten(2, {all_BLgc.size(2), group_});  // [B, L, g, r, v]
       },

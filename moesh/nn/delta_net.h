@@ -1,7 +1,7 @@
 #pragma once
-// Gated DeltaNet: instead of keys and values of all tokens, each head keeps a matrix, to which
-// every token adds what it does not yet say (kernels/delta_rule.h). A short convolution and a gated
-// norm are around it. Heads are cut over tp, value heads as the key heads which they belong to.
+// Gated DeltaNet: instead of keys and values of all tokens, each head keeps a matrix, which every
+// token corrects (kernels/delta_rule.h). A short convolution comes before it, and a gated norm
+// after it. Heads are cut over tp, value heads together with their key heads.
 
 #include <string>
 
@@ -27,13 +27,13 @@ class DeltaNet final : public Attention {
   DeltaNet(const DeltaNetConfig& config, const std::string& name, const ModuleOptions& o);
 
   /// It has no logits.
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache = nullptr,
                  MaxLogits* logits = nullptr) const override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;
 
  private:
-  /// Tokens that are computed at once: as many as make work within a chunk as large as that on the
+  /// Tokens that are computed at once: so many that work within a chunk is as large as that on the
   /// state.
   std::int64_t chunk() const;
 

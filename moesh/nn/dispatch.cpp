@@ -94,7 +94,7 @@ const char* to_string(Dispatcher d) {
 }
 
 Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
-                   Exchange exchange) {
+                   Transport exchange) {
   const int ranks = shape.ep * shape.etp;
   MOESH_CHECK(asked != Dispatcher::local || ranks == 1, ErrorKind::config,
               "dispatcher 'local' needs ep = etp = 1; here ep = ", shape.ep, ", etp = ", shape.etp,
@@ -111,32 +111,32 @@ Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& 
   return t.all_to_all < t.all_gather ? Dispatcher::all_to_all : Dispatcher::all_gather;
 }
 
-Exchange exchange_of(at::Device device) {
+Transport transport_of(at::Device device) {
   const bool launched = comm::num_launched_processes() > 0;
-  if (device.is_cuda()) return launched ? Exchange::nccl : Exchange::threads_on_gpu;
-  return launched ? Exchange::mpi : Exchange::threads_on_cpu;
+  if (device.is_cuda()) return launched ? Transport::nccl : Transport::threads_on_gpu;
+  return launched ? Transport::mpi : Transport::threads_on_cpu;
 }
 
-Exchange planned_exchange(at::Device device) {
-  return device.is_cuda() && !device.has_index() ? Exchange::nccl : exchange_of(device);
+Transport planned_exchange(at::Device device) {
+  return device.is_cuda() && !device.has_index() ? Transport::nccl : transport_of(device);
 }
 
-const char* to_string(Exchange e) {
+const char* to_string(Transport e) {
   switch (e) {
-    case Exchange::threads_on_cpu: return "threads on a CPU";
-    case Exchange::threads_on_gpu: return "threads on a GPU";
-    case Exchange::mpi: return "MPI";
-    case Exchange::nccl: return "NCCL";
+    case Transport::threads_on_cpu: return "threads on a CPU";
+    case Transport::threads_on_gpu: return "threads on a GPU";
+    case Transport::mpi: return "MPI";
+    case Transport::nccl: return "NCCL";
   }
   return "unknown";
 }
 
 // Least squares over the table of docs/performance.md, "Dispatchers". Between nodes nothing was
 // measured: the links of an H100, 360 GB/s inside a node and 40 to others (docs/estimate.md).
-DispatchRates dispatch_rates(Exchange e) {
+DispatchRates dispatch_rates(Transport e) {
   constexpr double kBetween = 9;
-  if (e == Exchange::threads_on_gpu) return {0.93, 0.37, 1.77, 4.09, 1, true};
-  return {0, 1, 1, 1, e == Exchange::threads_on_cpu ? 1 : kBetween, false};
+  if (e == Transport::threads_on_gpu) return {0.93, 0.37, 1.77, 4.09, 1, true};
+  return {0, 1, 1, 1, e == Transport::threads_on_cpu ? 1 : kBetween, false};
 }
 
 DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
@@ -157,7 +157,7 @@ DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
                                            rows * (moved((inside - 1) / inside, 0) + gathers)};
 }
 
-std::string describe_choice(Exchange e, const MeshShape& shape, const RouterShape& router) {
+std::string describe_choice(Transport e, const MeshShape& shape, const RouterShape& router) {
   const DispatchRates rates = dispatch_rates(e);
   const auto ways = by_time(dispatch_times(rates, shape, router));
   std::ostringstream os;

@@ -1,12 +1,11 @@
 #pragma once
-// Taking tokens to their experts and the results back. T on every axis in, T on every axis out;
-// which way is taken depends on the configuration only, never on counts: a choice by counts would
-// differ between ranks and hang. The ways themselves are in dispatchers.cpp.
+// Takes tokens to their experts, and the results back. T on every axis in, T on every axis out. The
+// choice of a dispatcher depends on the configuration only, never on counts: a choice by counts
+// would differ between ranks and hang. The dispatchers are in dispatchers.cpp.
 
 #include <c10/core/Device.h>
 
 #include <array>
-#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -17,22 +16,22 @@
 
 namespace moesh::nn {
 
-// How long the ways of dispatch take, from what bench_dispatchers measured on each backend: what
-// `auto` chooses by. It depends on the configuration and on how the program was started, which are
+// How long each dispatcher takes, as bench_dispatchers measured it on each backend: `auto` chooses
+// by these times. They depend on the configuration and on how the program was started, which are
 // the same for every rank.
 
-/// What carries rows from rank to rank.
-enum class Exchange { threads_on_cpu, threads_on_gpu, mpi, nccl };
+/// The ways in which rows travel from rank to rank.
+enum class Transport { threads_on_cpu, threads_on_gpu, mpi, nccl };
 
-/// That of ranks on this device in a program that was started as this one was.
-Exchange exchange_of(at::Device device);
-/// That of a run which is planned here and started elsewhere: GPUs without an index are those of
-/// one rank each, under a launcher.
-Exchange planned_exchange(at::Device device);
-const char* to_string(Exchange e);
+/// The transport between ranks on this device, in a program that was started like this one.
+Transport transport_of(at::Device device);
+/// The transport of a run that is planned here and started elsewhere: a GPU without an index
+/// belongs to one rank, under a launcher.
+Transport planned_exchange(at::Device device);
+const char* to_string(Transport e);
 
-/// On how many of the nodes that share the experts those of a token are, on average, if every
-/// choice that the router may make is as likely as any other.
+/// The mean number of nodes on which a token has experts, if all choices that the router may make
+/// are equally likely.
 double mean_nodes(const RouterShape& router, int num_nodes);
 
 /// Forward and backward, in milliseconds for the size that was measured: only ratios matter.
@@ -44,7 +43,7 @@ struct DispatchRates {
   double between;    // times that a row takes between nodes, of that inside one
   bool is_measured;  // if not: every row that is sent counts the same
 };
-DispatchRates dispatch_rates(Exchange e);
+DispatchRates dispatch_rates(Transport e);
 
 /// Without what all have in common (experts, router). two_hops: infinite where ep is on one node,
 /// or nodes do not share it evenly.
@@ -54,11 +53,11 @@ struct DispatchTimes {
 DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
                              const RouterShape& router);
 
-/// Why `auto` takes what it takes, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
+/// The reason for the choice of `auto`, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
 /// all_to_all (threads on a GPU, measured)".
-std::string describe_choice(Exchange e, const MeshShape& shape, const RouterShape& router);
+std::string describe_choice(Transport e, const MeshShape& shape, const RouterShape& router);
 
-/// What a configuration may ask for.
+/// The values that a configuration may have.
 enum class Dispatcher {
   automatic,   // the one that takes less time, or moves fewer rows where none was measured
   local,       // ep = etp = 1: nothing moves
@@ -75,9 +74,9 @@ const char* to_string(Dispatcher d);
 /// The dispatcher that `automatic` stands for on this mesh; throws Error (config) when `local` is
 /// asked for and ep x etp > 1, or `two_hops` where nodes do not share ep evenly.
 Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
-                   Exchange exchange);
+                   Transport exchange);
 
-/// What a MoE layer computes with.
+/// The dispatch of a MoE layer.
 struct DispatchInput {
   const Experts& experts;
   const SharedExperts* shared;  // null: there are none
@@ -101,6 +100,6 @@ std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& s
                                               const RouterShape& router);
 
 /// How the flat tokens [N, D] inside the layer are cut over tp.
-Along rows_over_tp(const Tokens& tokens);
+SplitDim rows_over_tp(const Tokens& tokens);
 
 }  // namespace moesh::nn

@@ -18,7 +18,7 @@
 
 namespace moesh::nn {
 
-Along rows_over_tp(const Tokens& tokens) {
+SplitDim rows_over_tp(const Tokens& tokens) {
   return {.dim = 0, .sizes = tokens.rows(*current_mesh().group(tp))};
 }
 
@@ -36,7 +36,7 @@ at::Tensor experts_of(const Rows& numbers_NK) {
 class RoundTrip : public Dispatch {
  public:
   Stream<true> operator()(const DispatchInput& in, const Stream<true>& x_ND) const final {
-    const Along rows = rows_over_tp(in.tokens);
+    const SplitDim rows = rows_over_tp(in.tokens);
     Stream<true> shared;
     const PerToken y = routed(in, [&] {
       if (in.shared)
@@ -47,7 +47,7 @@ class RoundTrip : public Dispatch {
   }
 
   Stream<false> operator()(const DispatchInput& in, const Stream<false>& x_ND) const final {
-    const Along rows = rows_over_tp(in.tokens);
+    const SplitDim rows = rows_over_tp(in.tokens);
     std::optional<Sum> shared;
     const PerToken y = routed(in, [&] {
       if (in.shared)
@@ -69,7 +69,7 @@ class Local final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
     meanwhile();
     // On one rank a gather and a reduction give back what they get.
-    const Along rows{.dim = 0};
+    const SplitDim rows{.dim = 0};
     const auto x = all_gather<kExpertAxes>(sparse(in.x_ND), rows);
     const auto scores = all_gather<kExpertAxes>(sparse(in.route.weights_NK), rows);
     const auto y = in.experts.apply_to_tokens(x, scores, local(in.route.experts_NK));
@@ -146,7 +146,7 @@ class AllToAll final : public RoundTrip {
   }
 };
 
-// On meta, where choices have no values: as if so many rows were spread evenly over the bins.
+// On meta, where choices have no values: as if the rows were spread evenly over the bins.
 kernels::Sorted spread_evenly(std::int64_t num_rows, std::int64_t num_bins,
                               at::IntArrayRef choices) {
   const auto meta = at::TensorOptions(at::kMeta);
@@ -208,7 +208,7 @@ class TwoHops final : public RoundTrip {
       return spread_evenly(std::llround(static_cast<double>(num_tokens) *
                                         mean_nodes(router_, static_cast<int>(num_nodes))),
                            num_nodes, {num_tokens, num_nodes});
-    // A node without an expert of the token is bin n, which nobody is sent to.
+    // A node without an expert of the token is bin n, to which nothing is sent.
     const at::Tensor node_NK = experts_NK.div(experts_of_a_node(), "floor"),
                      none_Nn = at::full({num_tokens, num_nodes}, num_nodes, experts_NK.options());
     return kernels::sort_by_expert(none_Nn.scatter(1, node_NK, node_NK), num_nodes + 1,
@@ -235,7 +235,7 @@ class TwoHops final : public RoundTrip {
 // experts, and one reduction sums the outputs.
 class AllGather final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
-    const Along rows{.dim = 0, .sizes = in.tokens.rows(*current_mesh().group(kExpertAxes))};
+    const SplitDim rows{.dim = 0, .sizes = in.tokens.rows(*current_mesh().group(kExpertAxes))};
     auto moving = start_all_gather_together<kExpertAxes>(
         rows.sizes, sparse(in.x_ND), sparse(in.route.weights_NK), sparse(numbers(in.route)));
     meanwhile();
@@ -259,7 +259,7 @@ class AllGatherOverTp final : public Dispatch {
  private:
   template <bool Sp>
   static Stream<Sp> run(const DispatchInput& in, const Stream<Sp>& x_ND) {
-    const Along rows = rows_over_tp(in.tokens);
+    const SplitDim rows = rows_over_tp(in.tokens);
     const auto [x, scores, chosen] = gather<Sp>(in, x_ND, rows.sizes);
     const Sum y = dense(in.experts.apply_to_tokens(sparse(x), sparse(scores), experts_of(chosen)));
     return start_to_stream<Sp>(in.shared ? y + (*in.shared)(x, in.tokens.gathered_numbers()) : y,

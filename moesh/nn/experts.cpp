@@ -22,7 +22,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using MaybeTensor = std::optional<at::Tensor>;
 
-// What backward has to know besides tensors.
+// What backward needs besides tensors.
 struct ExpertsContext : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
   at::Tensor ends_e;
@@ -207,7 +207,8 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
   // The kernel is a linear layer after another, column and row.
   constexpr auto hidden = mix(Op::linear, L, decltype(w1)::layout);
   constexpr auto out = mix(Op::linear, hidden, decltype(w2)::layout);
-  // What LoRA adds is what it is added to: also a partial sum over etp where the output is one.
+  // The LoRA term has the placement of the output: also a partial sum over etp where the output is
+  // one.
   constexpr auto in_part = decltype(use(w1_))::layout, in_whole = decltype(use(*b2_))::layout;
   static_assert(mix(Op::linear, mix(Op::linear, L, in_whole), in_part) == hidden);
   static_assert(mix(Op::linear, mix(Op::linear, hidden, in_part), in_whole) == out);

@@ -33,15 +33,15 @@ class Experts {
           at::Device device, const Init& init, const std::optional<Init>& bias_init = {},
           const LoraOf& lora = no_lora);
 
-  /// Rows which came to this rank's experts, in the order of arrival -> their outputs in the same
-  /// order, a partial sum over etp. `order` is how they lie by expert.
+  /// Rows that arrived for this rank's experts, in the order of arrival -> their outputs in the
+  /// same order, a partial sum over etp. `order` sorts them by expert.
   Tensor<Sparse{Place::T, Place::E, Place::P}> apply_to_rows(
       const Tensor<Sparse{Place::T, Place::E, Place::R}>& rows_RD,
       const Tensor<Sparse{Place::T, Place::E, Place::R}>& scores_R,
       const kernels::Reordered& order) const;
 
-  /// All tokens of the ep x etp ranks -> what this rank's experts add to the output of each, a
-  /// partial sum over both.
+  /// All tokens of the ep x etp ranks -> the terms that this rank's experts add to the output of
+  /// each, a partial sum over both.
   Tensor<Sparse{Place::T, Place::P, Place::P}> apply_to_tokens(
       const Tensor<Sparse{Place::T, Place::R, Place::R}>& x_ND,
       const Tensor<Sparse{Place::T, Place::R, Place::R}>& scores_NK,
@@ -67,14 +67,14 @@ class Experts {
   std::optional<Weight> b1_, b3_;
   std::optional<Whole> b2_;
   template <class A, class B>
-  struct LowRank {
+  struct LoraMatrices {
     double scale;
     A a;
     B b;
   };
   // w1 and w3 are columns, w2 is a row: as the weights of linear.h.
-  std::optional<LowRank<Whole, Weight>> gate_up_lora_;  // A [E, r, D], B [E, 2, F, r]
-  std::optional<LowRank<Weight, Whole>> down_lora_;     // A [E, r, F], B [E, D, r]
+  std::optional<LoraMatrices<Whole, Weight>> gate_up_lora_;  // A [E, r, D], B [E, 2, F, r]
+  std::optional<LoraMatrices<Weight, Whole>> down_lora_;     // A [E, r, F], B [E, D, r]
 };
 
 }  // namespace moesh::nn

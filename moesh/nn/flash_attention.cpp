@@ -6,7 +6,7 @@
 // not depend on the boundaries.
 // B batch, L queries, S keys, h query heads, g key heads, d width
 
-#include "moesh/nn/flash_attention.h"
+#include "moesh/nn/attention_functions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>
@@ -44,7 +44,7 @@ struct Boundaries {
 // With documents y is [T, h, d] and lse [h, T], else [B, L, h, d] and [B, h, L].
 struct FlashOutput {
   at::Tensor y, lse;
-  at::Tensor seed = {}, offset = {};  // of cuDNN's dropout, of which there is none
+  at::Tensor seed = {}, offset = {};  // for cuDNN's dropout, which is not used
 };
 
 at::Tensor heads_first(const at::Tensor& x) { return x.transpose(1, 2); }
@@ -101,9 +101,9 @@ FlashOutput kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return r;
 }
 
-// What the kernel holds in backward besides its results: d(q) summed in float32, with room for 128
-// more rows of each document, and d(k) and d(v) of every query head before they are summed over a
-// group.
+// Memory that the kernel holds in backward besides its results: d(q) summed in float32, with room
+// for 128 more rows of each document, and d(k) and d(v) of every query head before they are summed
+// over a group.
 std::vector<at::Tensor> held_in_backward(const at::Tensor& q, const at::Tensor& k,
                                          const Boundaries& b) {
   auto rows = q.sizes().vec(), of_heads = k.sizes().vec();
@@ -234,7 +234,7 @@ at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {
                                  optional_of({}), optional_of({}), length, num_keys, c.scale,
                                  window);
   const DocumentBoundaries b = document_boundaries(c, in.starts_BL);
-  // Keys behind the last query are nobody's, and the kernel wants values as wide as keys.
+  // No query sees the keys behind the last query, and the kernel wants values as wide as keys.
   const auto flat = [&](const at::Tensor& t, std::int64_t num) {
     return rows(t.narrow(1, 0, num).flatten(0, 1));
   };

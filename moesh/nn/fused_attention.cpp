@@ -1,4 +1,4 @@
-#include "moesh/nn/fused_attention.h"
+#include "moesh/nn/attention_functions.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 

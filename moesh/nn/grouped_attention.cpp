@@ -63,7 +63,7 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
   }
 }
 
-Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
+Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache,
                                  MaxLogits* logits) const {
   const at::Tensor numbers = tokens.span_numbers();
   auto all_q = q_(x_BLD, numbers), all_k = k_(x_BLD, numbers);
@@ -112,13 +112,14 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
         },
         q, tokens.document_positions());
   }
-  const auto [keys, values] = past ? past->add(all_positions(k, tokens), all_positions(v, tokens))
-                                   : Past::KeysAndValues{seen_positions(k, tokens, options_),
-                                                         seen_positions(v, tokens, options_)};
+  const auto [keys, values] =
+      kv_cache ? kv_cache->add(all_positions(k, tokens), all_positions(v, tokens))
+               : KvCache::KeysAndValues{seen_positions(k, tokens, options_),
+                                        seen_positions(v, tokens, options_)};
   if (logits) logits->see(q, keys, tokens, options_);
-  const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, past)
-                         : attend(q, keys, values, tokens, options_, past);
-  if (past) past->forget(options_);
+  const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, kv_cache)
+                         : attend(q, keys, values, tokens, options_, kv_cache);
+  if (kv_cache) kv_cache->forget(options_);
   if (!config_.output_gate) return o_(merge_heads(y), numbers);
   const auto gated = [](const at::Tensor& t, const at::Tensor& gate) {
     return t * at::sigmoid(gate);

@@ -47,7 +47,7 @@ class GroupedAttention final : public Attention {
   GroupedAttention(const GroupedAttentionConfig& config, const std::string& name,
                    const ModuleOptions& o);
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache = nullptr,
                  MaxLogits* logits = nullptr) const override;
   /// Half of it in queries, half in keys; all of it in queries where several heads share a key.
   std::vector<LogitRows> logit_rows() override;

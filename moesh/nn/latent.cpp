@@ -49,7 +49,7 @@ std::pair<Heads, Heads> latent_heads(const Heads& kv, const Full& key, std::int6
 Heads attend_latents(const Heads& q, const Full& latents,
                      const Tensor<Dense{Place::R, Place::R, Place::F}>& weight,
                      std::int64_t num_own, const Tokens& tokens, const AttentionOptions& options,
-                     const Past& past) {
+                     const KvCache& kv_cache) {
   const std::int64_t width = local(weight).size(1);
   const auto of_heads = [&](const at::Tensor& w, std::int64_t num_heads) {
     return w.reshape({num_heads, -1, width});
@@ -63,7 +63,7 @@ Heads attend_latents(const Heads& q, const Full& latents,
                        3);
       },
       q, weight);
-  const Heads y = attend(queries, latents, narrow(latents, 2, 0, width), tokens, options, past);
+  const Heads y = attend(queries, latents, narrow(latents, 2, 0, width), tokens, options, kv_cache);
   return map_heads(
       [&](const at::Tensor& y_BLhc, const at::Tensor& w) {
         const at::Tensor all = of_heads(w, y_BLhc.size(2));

@@ -11,13 +11,13 @@ namespace moesh::nn {
 /// others are in key [B, L, r], which all heads share.
 std::pair<Heads, Heads> latent_heads(const Heads& kv, const Full& key, std::int64_t num_own);
 
-/// Attention on the latents themselves [B, S, latent + r], those that `past` holds: latent and key
-/// of each token. `weight` [h * (num_own + v), latent] makes keys and values of a latent; here it
-/// is put on queries and results instead, so that no key of a token before is made again. q is [B,
-/// L, h, num_own + r], the result [B, L, h, v].
+/// Attention on the latents [B, S, latent + r] of `kv_cache`: latent and key of each token.
+/// `weight` [h * (num_own + v), latent] makes keys and values from a latent. Here it is applied to
+/// queries and results instead, so that keys of earlier tokens are not made again. q is [B, L, h,
+/// num_own + r], the result [B, L, h, v].
 Heads attend_latents(const Heads& q, const Full& latents,
                      const Tensor<Dense{Place::R, Place::R, Place::F}>& weight,
                      std::int64_t num_own, const Tokens& tokens, const AttentionOptions& options,
-                     const Past& past);
+                     const KvCache& kv_cache);
 
 }  // namespace moesh::nn

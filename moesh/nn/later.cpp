@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 
-#include <utility>
-
 #include "moesh/base/error.h"
 
 namespace moesh::nn {
@@ -15,12 +13,9 @@ thread_local CheckLater* innermost = nullptr;
 
 }  // namespace
 
-CheckLater::CheckLater() : outer_(innermost) { innermost = this; }
-CheckLater::~CheckLater() { innermost = outer_; }
-
+CheckLater::CheckLater() : scope_(innermost, this) {}
 CheckLater* CheckLater::current() { return innermost; }
-CheckLater::Joined::Joined(CheckLater* other) : outer_(std::exchange(innermost, other)) {}
-CheckLater::Joined::~Joined() { innermost = outer_; }
+ScopedValue<CheckLater*> CheckLater::use(CheckLater* other) { return {innermost, other}; }
 
 void CheckLater::Checks::raise(const std::int64_t* found) const {
   for (std::size_t i = 0; i < texts.size(); ++i)

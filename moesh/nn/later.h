@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "moesh/base/scoped_value.h"
+
 namespace moesh::nn {
 
 /// Throws Error (data) with text(v) where some element is wrong, v being the first that is. `wrong`
@@ -20,9 +22,6 @@ void check_values(const at::Tensor& wrong, const at::Tensor& values,
 class CheckLater {
  public:
   CheckLater();
-  ~CheckLater();
-  CheckLater(const CheckLater&) = delete;
-  CheckLater& operator=(const CheckLater&) = delete;
 
   /// The checks so far. They outlive the scope.
   struct Checks {
@@ -36,23 +35,14 @@ class CheckLater {
 
   /// That of this thread; null: none.
   static CheckLater* current();
-  /// While it lives, this thread has that of another one, which works for the same rank.
-  class Joined {
-   public:
-    explicit Joined(CheckLater* other);
-    ~Joined();
-    Joined(const Joined&) = delete;
-    Joined& operator=(const Joined&) = delete;
-
-   private:
-    CheckLater* outer_;
-  };
+  /// While the result lives, this thread has that of another one, which works for the same rank.
+  static ScopedValue<CheckLater*> use(CheckLater* other);
 
  private:
   friend void check_values(const at::Tensor&, const at::Tensor&,
                            const std::function<std::string(std::int64_t)>&);
   Checks checks_;
-  CheckLater* outer_;
+  ScopedValue<CheckLater*> scope_;
 };
 
 }  // namespace moesh::nn

@@ -19,11 +19,11 @@ namespace moesh::nn {
 using Cut = Param<Dense{Place::I, Place::I, Place::F}>;    // own features on tp
 using Uncut = Param<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
 
-/// What the parameters of a module have in common.
+/// Options that all parameters of a module have in common.
 struct ModuleOptions {
   at::ScalarType dtype = at::kFloat;  // of the run; master weights of bfloat16 runs are float32
   at::Device device = at::kCPU;
-  Init init{.kind = Init::Kind::normal, .scale = 0.02};
+  Init init{.kind = Init::Distribution::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of biases; as the others if not given
   std::shared_ptr<RopeTables> rope_tables = std::make_shared<RopeTables>();
   LoraOf lora = no_lora;
@@ -72,8 +72,8 @@ class LowRank {
   }
 
  private:
-  // Ranks that have the same features of the same tokens drop the same of them. Backward finds
-  // anew what was dropped: nothing is kept for it.
+  // Ranks with the same features of the same tokens drop the same ones. Backward computes again
+  // what was dropped, so nothing is kept for it.
   template <auto X>
   Tensor<X> dropped(const Tensor<X>& x, const at::Tensor& numbers) const {
     if (!dropout_ || !numbers.defined()) return x;
@@ -107,7 +107,7 @@ class Weight {
   auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
     return plus_lora(linear(x, use(weight_)), x, numbers);
   }
-  /// The same, of which a recompute that keeps keeps the product with the weight.
+  /// The same; a recompute that keeps values keeps the product with the weight.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
     return plus_lora(kept_linear(x, use(weight_)), x, numbers);
@@ -116,12 +116,12 @@ class Weight {
   auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
     return plus_lora(linear(x, use(weight_), bias), x, numbers);
   }
-  /// y = w x, and what LoRA adds to it.
+  /// y = w x, plus the LoRA term.
   template <auto Y, auto X>
   Tensor<Y> plus_lora(const Tensor<Y>& y, const Tensor<X>& x, const at::Tensor& numbers) const {
     return lora_ ? y + (*lora_)(x, numbers) : y;
   }
-  /// As one matrix, for what is no product with x. Without gradients of A and B where there is one.
+  /// The whole matrix, for uses that are not a product with x. A and B get no gradient from it.
   auto whole() const {
     const auto w = use(weight_);
     return lora_ ? lora_->added_to(w) : w;

@@ -1,5 +1,5 @@
 #pragma once
-// What LoRA adds to a weight: a product of two small matrices, and only these are trained.
+// LoRA adds to a weight the product of two small matrices, and only these are trained.
 
 #include <cmath>
 #include <functional>
@@ -10,14 +10,14 @@
 
 namespace moesh::nn {
 
-/// What LoRA adds to a weight [out, in]: scale B (A x), with A [rank, in] and B [out, rank].
+/// The LoRA adapter of a weight [out, in]: scale B (A x), with A [rank, in] and B [out, rank].
 struct LoraConfig {
   std::int64_t rank = 0;
   double scale = 1;    // alpha / rank
   bool zero_b = true;  // B begins with zeros: nothing is added. Else it is random, for comparisons.
   double dropout = 0;  // part of x that is dropped in training; experts have none
 };
-/// What is added to the weight of this name, if anything: "model.layers.0.self_attn.q_proj", and of
+/// The adapter of the weight of this name, if it has one: "model.layers.0.self_attn.q_proj", and of
 /// experts "model.layers.0.mlp.experts.gate_up_proj" (w1 and w3) and "..experts.down_proj" (w2).
 using LoraOf = std::function<std::optional<LoraConfig>(const std::string& name)>;
 inline std::optional<LoraConfig> no_lora(const std::string& /*name*/) { return std::nullopt; }
@@ -25,7 +25,7 @@ inline std::optional<LoraConfig> no_lora(const std::string& /*name*/) { return s
 inline constexpr const char *kLoraA = ".lora_A.weight", *kLoraB = ".lora_B.weight";
 /// Values of A and B before training: as PEFT draws them.
 inline Init init_of_a(std::int64_t in, const Init& of_module) {
-  return {.kind = Init::Kind::uniform,
+  return {.kind = Init::Distribution::uniform,
           .scale = 1 / std::sqrt(static_cast<double>(in)),
           .seed = of_module.seed};
 }

@@ -58,7 +58,7 @@ class Mlp {
 /// each token.
 class SharedExperts {
  public:
-  /// `gate_name` is empty where there is no such gate.
+  /// `gate_name` is empty if there is no gate.
   SharedExperts(const std::string& name, const std::string& gate_name, std::int64_t dim,
                 std::int64_t ffn, const ModuleOptions& o)
       : mlp_(name, dim, ffn, o) {

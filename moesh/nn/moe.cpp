@@ -34,7 +34,7 @@ void MoeConfig::validate() const {
 Moe::Moe(const MoeConfig& config)
     : dispatch_((config.validate(),
                  make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
-                                       config.router.shape(), exchange_of(config.device)),
+                                       config.router.shape(), transport_of(config.device)),
                                current_mesh().shape(), config.router.shape()))),
       router_(config.router, config.name + "." + config.router_name, config.experts.dim,
               config.dtype, config.device, config.init),

@@ -24,7 +24,7 @@ struct MoeConfig {
   Dispatcher dispatcher = Dispatcher::automatic;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  Init init{.kind = Init::Kind::normal, .scale = 0.02};
+  Init init{.kind = Init::Distribution::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
   LoraOf lora = no_lora;
 

@@ -11,8 +11,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Turn : torch::CustomClassHolder {
-  explicit Turn(std::optional<kernels::Rotation> r) : rotation(std::move(r)) {}
+struct RotationHolder : torch::CustomClassHolder {
+  explicit RotationHolder(std::optional<kernels::Rotation> r) : rotation(std::move(r)) {}
   std::optional<kernels::Rotation> rotation;
 };
 
@@ -22,7 +22,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const std::optional<at::Tensor>& weight, double eps,
-                               const c10::intrusive_ptr<Turn>& turn, bool is_beside) {
+                               const c10::intrusive_ptr<RotationHolder>& turn, bool is_beside) {
     const at::Tensor w = weight.value_or(at::Tensor());
     const auto out = kernels::norm_forward(x, w, eps, turn->rotation);
     context->save_for_backward({x, w, out.r});
@@ -33,7 +33,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const auto turn =
-        c10::static_intrusive_pointer_cast<Turn>(context->saved_data["turn"].toCapsule());
+        c10::static_intrusive_pointer_cast<RotationHolder>(context->saved_data["turn"].toCapsule());
     const at::Tensor beside = context->saved_data["is_beside"].toBool() ? grads[1] : at::Tensor();
     const auto d =
         kernels::norm_backward(saved[0], saved[1], saved[2], grads[0], turn->rotation, beside);
@@ -46,13 +46,14 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::optional<kernels::Rotation>& turn) {
   return NormFunction::apply(x, weight.defined() ? std::optional(weight) : std::nullopt, eps,
-                             c10::make_intrusive<Turn>(turn), /*is_beside=*/false)[0];
+                             c10::make_intrusive<RotationHolder>(turn), /*is_beside=*/false)[0];
 }
 
 std::pair<at::Tensor, at::Tensor> rms_norm_beside(const at::Tensor& x, const at::Tensor& weight,
                                                   double eps) {
-  const auto out = NormFunction::apply(x, weight, eps, c10::make_intrusive<Turn>(std::nullopt),
-                                       /*is_beside=*/true);
+  const auto out =
+      NormFunction::apply(x, weight, eps, c10::make_intrusive<RotationHolder>(std::nullopt),
+                          /*is_beside=*/true);
   return {out[0], out[1]};
 }
 

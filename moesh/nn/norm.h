@@ -15,12 +15,12 @@
 
 namespace moesh::nn {
 
-/// Normalises the rows of a plain tensor [.., features]; an undefined weight is none. With `turn`
-/// the rows are heads [B, L, h, d], which then turn.
+/// Normalises the rows of a plain tensor [.., features]; an undefined weight means no weight. With
+/// `turn` the rows are heads [B, L, h, d], which then turn.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::optional<kernels::Rotation>& turn = {});
 
-/// The same, and x itself, for who adds to it: backward adds up what comes by both ways in the pass
+/// The same, and x itself, to add to later: backward adds up what comes by both ways in the pass
 /// of the norm.
 std::pair<at::Tensor, at::Tensor> rms_norm_beside(const at::Tensor& x, const at::Tensor& weight,
                                                   double eps);
@@ -47,7 +47,7 @@ std::pair<Tensor<A>, Tensor<A>> rms_norm_beside(const Tensor<A>& x, const Tensor
   return {normal, map_rows([&](const at::Tensor&) { return same; }, x)};
 }
 
-/// What a norm multiplies with: its weight, or 1 + its weight, which begins at zero.
+/// The factor of a norm: its weight, or 1 + its weight, which begins at zero.
 enum class NormWeight { plain, zero_centred };
 
 class RmsNorm {
@@ -59,7 +59,8 @@ class RmsNorm {
                  .shape = {dim},
                  .dtype = wide_dtype(dtype),
                  .device = device},
-                {.kind = kind == NormWeight::plain ? Init::Kind::ones : Init::Kind::zeros}),
+                {.kind = kind == NormWeight::plain ? Init::Distribution::ones
+                                                   : Init::Distribution::zeros}),
         eps_(eps),
         kind_(kind) {}
 
@@ -118,7 +119,7 @@ class SplitRmsNorm {
                  .cuts = {{tp, 0}},
                  .dtype = wide_dtype(dtype),
                  .device = device},
-                {.kind = Init::Kind::ones}),
+                {.kind = Init::Distribution::ones}),
         dim_(dim),
         eps_(eps) {}
 

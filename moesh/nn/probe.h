@@ -1,5 +1,5 @@
 #pragma once
-// What somebody outside may see of a forward pass, and change of it: the choice of experts. A pass
+// Lets code outside see, and change, part of a forward pass: the choice of experts. A pass
 // without a probe pays for a null pointer.
 
 #include <ATen/core/Tensor.h>

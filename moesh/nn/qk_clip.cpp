@@ -20,7 +20,7 @@ void scale(const LogitRows& rows, const at::Tensor& factors_h) {
   MOESH_CHECK(factors_hr.numel() == w.compute.length[0], "QK-clip: '", w.spec.name, "' has ",
               w.compute.length[0], " rows on this tp rank, and ", factors_h.size(0), " heads of ",
               rows.of_head);
-  // What this rank stores of its tp rank's rows.
+  // The rows of its tp rank that this rank stores.
   std::vector<std::int64_t> sizes(w.shard.length.size(), 1);
   sizes[0] = w.shard.length[0];
   w.value.mul_(factors_hr.flatten()

@@ -1,7 +1,6 @@
 #pragma once
-// QK-clip (Kimi K2): where a step had a logit of attention above a threshold tau, the weights that
-// make queries and keys of the head are scaled, so that it would have been tau. h heads of this tp
-// rank
+// QK-clip (Kimi K2): if a step had an attention logit above a threshold tau, the weights that make
+// queries and keys of its head are scaled so that it would have been tau. h heads of this tp rank
 
 #include <ATen/core/Tensor.h>
 
@@ -11,14 +10,14 @@
 
 namespace moesh::nn {
 
-/// After the update of a step: for each head whose largest logit s of the step, over all tokens of
-/// all ranks, is above tau, the rows of Attention::logit_rows are multiplied by a power of tau / s.
-/// Where the scalar `skip` is not 0 they stay. Largest logits begin anew. Every rank calls it with
-/// its own layers, of which its stage has at least one. Returns the largest of all logits, of all
-/// heads, layers and stages: a scalar.
+/// Call it after the update of a step. Let s be the largest logit of a head in the step, over all
+/// tokens of all ranks. If s is above tau, the rows of Attention::logit_rows are multiplied by a
+/// power of tau / s, unless the scalar `skip` is not 0. Then largest logits begin anew. Every rank
+/// calls it with its own layers, at least one. Returns the largest logit of all heads, layers and
+/// stages: a scalar.
 at::Tensor clip_logits(const std::vector<Attention*>& layers, double tau, const at::Tensor& skip);
 
-// What it is made of.
+// Its parts.
 
 /// The largest logit of each own head of each layer, of all tokens of all ranks.
 at::Tensor largest_logits(const std::vector<Attention*>& layers);

@@ -9,14 +9,14 @@
 
 namespace moesh::nn {
 
-// All tokens of this cp rank, to be worked on in slices, and what comes out of that work.
+// All tokens of this cp rank as the input of work that is split, and the result of that work.
 using Full = Tensor<Dense{Place::T, Place::T, Place::R}>;
 using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;
 
 template <bool Sp>
 using Stream = Tensor<Dense{Place::T, Place::T, Sp ? Place::T : Place::I}>;
 
-/// What normed(x) is to the tp ranks: each token is normalised once with sequence parallelism, and
+/// The layout of normed(x) on tp: each token is normalised once with sequence parallelism, and
 /// by all of them without.
 template <bool Sp>
 Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
@@ -26,7 +26,7 @@ Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
     return n.invariant(x);
 }
 
-/// The same, and x itself, for who adds to it (rms_norm_beside).
+/// The same, and x itself, to add to later (rms_norm_beside).
 template <bool Sp>
 std::pair<Stream<Sp>, Stream<Sp>> norm_beside(const RmsNorm& n, const Stream<Sp>& x) {
   return n.beside<!Sp>(x);
@@ -34,7 +34,7 @@ std::pair<Stream<Sp>, Stream<Sp>> norm_beside(const RmsNorm& n, const Stream<Sp>
 
 /// T -> R or I -> R: every tp rank sees all tokens of its cp rank, which tp cuts as `over_tp` says.
 template <bool Sp>
-Full to_full(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {
+Full to_full(const Stream<Sp>& x, [[maybe_unused]] const SplitDim& over_tp) {
   if constexpr (Sp)
     return all_gather<tp>(x, over_tp);
   else
@@ -43,7 +43,7 @@ Full to_full(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {
 
 /// P -> T or P -> I: back to the stream.
 template <bool Sp>
-Stream<Sp> to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
+Stream<Sp> to_stream(const Sum& y, [[maybe_unused]] const SplitDim& over_tp) {
   if constexpr (Sp)
     return reduce_scatter<tp>(y, over_tp);
   else
@@ -51,7 +51,7 @@ Stream<Sp> to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
 }
 
 template <bool Sp>
-auto start_to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
+auto start_to_stream(const Sum& y, [[maybe_unused]] const SplitDim& over_tp) {
   if constexpr (Sp)
     return start_reduce_scatter<tp>(y, over_tp);
   else
@@ -60,7 +60,7 @@ auto start_to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
 
 /// The stream as it is, or I -> T: each tp rank takes its own tokens.
 template <bool Sp>
-PerToken own_tokens(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {
+PerToken own_tokens(const Stream<Sp>& x, [[maybe_unused]] const SplitDim& over_tp) {
   if constexpr (Sp)
     return x;
   else

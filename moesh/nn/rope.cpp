@@ -101,7 +101,7 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
 RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int64_t length,
                          at::ScalarType dtype, at::Device device) {
   const auto wide = wide_dtype(dtype);
-  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const CachedTable& e) {
     return e.config == config && e.start == start && e.length == length && e.dtype == wide &&
            e.device == device;
   });

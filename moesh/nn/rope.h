@@ -37,7 +37,7 @@ struct RopeConfig {
 
   bool operator==(const RopeConfig&) const = default;
   void validate() const;
-  /// What the softmax scale is multiplied with: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1
+  /// Factor of the softmax scale: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1
   /// without.
   double attention_factor() const;
 };
@@ -69,18 +69,18 @@ class RopeTables {
                at::ScalarType dtype, at::Device device);
 
  private:
-  struct Entry {
+  struct CachedTable {
     RopeConfig config;
     std::int64_t start, length;
     at::ScalarType dtype;
     at::Device device;
     RopeTable table;
   };
-  std::vector<Entry> entries_;  // the last one asked for is the last
+  std::vector<CachedTable> entries_;  // the last one asked for is the last
 };
 
 /// Rotates the last features of x [B, L, heads, ..], or the first ones, two for each column of the
-/// table, each token by its line of the table; the others stay. x that is consumed is nobody
+/// table, each token by its line of the table; the others stay. x that is consumed is no one
 /// else's, nor is the gradient of the result.
 at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation,
                   kernels::Argument argument = kernels::Argument::kept);

@@ -91,7 +91,7 @@ PerToken of_valid(const Route& route, const PerToken& x) {
 // int64 [E]: rows of each expert, of the tokens that count.
 TokenSum count_valid(const PerToken& experts_NK, const PerToken& valid_N1,
                      std::int64_t num_experts) {
-  // The others choose one more expert, which nobody looks at.
+  // The others choose one more expert, which is ignored.
   PerToken counted = experts_NK;
   if (local(valid_N1).defined())
     counted = map_rows(

@@ -1,6 +1,6 @@
 #pragma once
-// The router: scores, the choice of experts, and what balance and losses need of it. Everything is
-// local to a token: T on all axes. N local tokens, D model, E experts, K top-k
+// The router: scores, the choice of experts, and counts and probabilities for balance and losses.
+// Everything is local to a token: T on all axes. N local tokens, D model, E experts, K top-k
 
 #include <cstdint>
 #include <optional>
@@ -35,10 +35,10 @@ enum class Scoring {
   softmax_chosen,  // top-k of the logits, s = softmax over the chosen
 };
 
-/// Whose tokens a balance loss compares the load of experts over.
+/// The tokens over which a balance loss compares the load of experts.
 enum class BalanceOver { sequence, micro_batch };
 
-/// What of a router says how many rows travel where.
+/// The part of a router's configuration that determines how many rows travel where.
 struct RouterShape {
   std::int64_t top_k = 1, num_experts = 1, num_groups = 1, top_groups = 1;
   bool forced_balance = false;
@@ -103,9 +103,9 @@ class Router {
   std::optional<Gate>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
-  /// int64: what was counted since the bias moved last, not yet summed over dp, cp and tp.
+  /// int64: the counts since the bias last moved, not yet summed over dp, cp and tp.
   const TokenSum& pending_counts() const { return pending_counts_E_; }
-  /// What all ranks have counted together, as a checkpoint has it.
+  /// The counts of all ranks together, as a checkpoint stores them.
   void set_pending_counts(const Tensor<Dense{Place::R, Place::R, Place::R}>& total_E);
 
  private:

@@ -14,12 +14,12 @@ namespace moesh::nn {
 
 struct StepRouting {
   // Whole numbers, on the host: where tokens go, and what a balance loss counts. Undefined, or -1
-  // for all K of a token: nobody has chosen.
+  // for all K of a token: its experts are not given.
   at::Tensor experts_LTK, for_balance_LTK;
   std::string name = "the routing";  // what errors call it
 };
 
-/// Where this rank's tokens are among those of the step, int64 [N].
+/// The places of this rank's tokens among those of the step, int64 [N].
 at::Tensor places_in_step(const Choice& choice);
 
 /// The probe of one rank.
@@ -27,7 +27,7 @@ class RoutingProbe : public Probe {
  public:
   StepRouting* record = nullptr;        // gets the experts of this rank's tokens, as it uses them
   const StepRouting* replay = nullptr;  // gives them; where it has none, the router chooses
-  /// Throws Error (data) where `replay` names an expert that there is not, or one twice.
+  /// Throws Error (data) if `replay` names an expert twice, or one that does not exist.
   at::Tensor on_choice(const Choice& choice) override;
 };
 

@@ -82,17 +82,17 @@ std::vector<std::int64_t> Tokens::rows(const comm::Group& group) const {
   return all;
 }
 
-Along Tokens::over_cp() const {
+SplitDim Tokens::over_cp() const {
   const int num_cp = mesh_.size(cp), num_tp = mesh_.size(tp);
-  Along along{.dim = 1};
+  SplitDim along{.dim = 1};
   for (int c = 0; c < num_cp; ++c)
     along.sizes.push_back(SequenceShard(batch_, sequence_, num_cp, c, num_tp).length());
   return along;
 }
 
-Along Tokens::over_tp() const {
+SplitDim Tokens::over_tp() const {
   const int num_tp = mesh_.size(tp), first = mesh_.coordinate(cp) * num_tp;
-  Along along{.dim = 1};
+  SplitDim along{.dim = 1};
   for (int t = 0; t < num_tp; ++t)
     along.sizes.push_back(
         SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes), first + t).length());

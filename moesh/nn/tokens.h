@@ -22,8 +22,8 @@ struct Documents {
   // int64 [batch, sequence], of this dp rank's sequences: where the document of each token begins,
   // by position in the sequence. Undefined: every sequence is one document.
   at::Tensor starts_BL = {};
-  // The most that the batch may have, for kernels whose work is planned before the boundaries are
-  // read; batches with the same number can share a CUDA graph.
+  // The most documents that the batch may have, for kernels whose work is planned before the
+  // boundaries are read; batches with the same number can use one CUDA graph.
   std::int64_t most = 0;
 
   bool any() const { return starts_BL.defined(); }
@@ -37,8 +37,8 @@ class Tokens {
  public:
   /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
   /// those with a label; undefined: all. `num_before`: tokens of each sequence that the model has
-  /// seen already, and whose keys and values it has kept (nn/past.h). `samples_B`: the numbers of
-  /// this dp rank's sequences in the run, int64; undefined: nothing depends on them.
+  /// seen already, and whose keys and values it has kept (nn/kv_cache.h). `samples_B`: the numbers
+  /// of this dp rank's sequences in the run, int64; undefined: nothing depends on them.
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
          const at::Tensor& valid_BL = {}, const Documents& documents = {},
          std::int64_t num_before = 0, const at::Tensor& samples_B = {});
@@ -58,13 +58,13 @@ class Tokens {
 
   /// How [batch, sequence, ..] is cut along dimension 1: the spans of the cp ranks, and the pieces
   /// of this cp rank's tp ranks.
-  Along over_cp() const;
-  Along over_tp() const;
+  SplitDim over_cp() const;
+  SplitDim over_tp() const;
   /// The first position of this cp rank's span, and its length.
   std::int64_t span_start() const { return span().start(); }
   std::int64_t span_length() const { return span().length(); }
   /// The position of the first token of this cp rank's span, counted from the beginning of the
-  /// sequence: what rotations and masks go by.
+  /// sequence; rotations and masks use it.
   std::int64_t first_position() const { return num_before_ + span_start(); }
   std::int64_t num_before() const { return num_before_; }
   /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp

@@ -1,5 +1,5 @@
 #pragma once
-// What is cut over the vocabulary: embedding and cross-entropy. All logits of a batch
+// Layers that are split over the vocabulary: embedding and cross-entropy. All logits of a batch
 // exist on no rank.
 
 #include <string>
@@ -28,8 +28,8 @@ class Embedding {
   Weight weight_;
 };
 
-/// Tokens whose logits are there at once where a rank has at most so many words: 64 M numbers, or a
-/// thousand tokens, as each chunk adds to a gradient of the size of the weights.
+/// The number of tokens whose logits exist at once, for a rank with this many words: 64 M numbers,
+/// or a thousand tokens, as each chunk adds to a gradient of the size of the weights.
 std::int64_t loss_chunk(std::int64_t words);
 
 /// The sum over the tokens of -log softmax(x w')[label], 0 where the label is kIgnoredLabel; w has

@@ -5,7 +5,6 @@
 
 #include <cmath>
 
-#include "moesh/base/error.h"
 #include "moesh/kernels/update.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"

@@ -18,7 +18,7 @@ struct GroupOptions {
 
 class Groups {
  public:
-  /// Throws Error (config) where a pattern is none, or empty.
+  /// Throws Error (config) if a pattern is invalid or empty.
   explicit Groups(std::vector<GroupOptions> groups);
 
   /// The first whose pattern is found in the name of a parameter, or in those of all tensors that
@@ -34,7 +34,7 @@ class Groups {
   std::vector<formats::Pattern> patterns_;
 };
 
-/// What a group has found.
+/// The parameters that a group matches.
 struct GroupMatch {
   std::int64_t num_tensors = 0, num_parameters = 0;
 };

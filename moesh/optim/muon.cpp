@@ -4,11 +4,9 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/param.h"
@@ -46,7 +44,7 @@ struct Matrices {
     n = is_stack ? shape[1] : shape[0] / count;
     m = shape.back();
   }
-  /// What a region of the parameter has of matrix k.
+  /// The part of matrix k that lies in a region of the parameter.
   Box part(const Region& r, std::int64_t k) const {
     if (is_stack) {
       const bool has = k >= r.start[0] && k < r.start[0] + r.length[0];
@@ -80,7 +78,7 @@ struct Task {
   std::vector<int> owners = {};      // by matrix
 };
 
-// What is sent to one rank, piece after piece, or comes from it.
+// The pieces that are sent to one rank, or received from it, in order.
 struct PartsToSend {
   std::vector<at::Tensor> all;
   std::int64_t numel = 0;
@@ -100,7 +98,7 @@ class PartExchange {
         places_(static_cast<std::size_t>(group.size())) {}
 
   void send(int to, const at::Tensor& t) { send_[static_cast<std::size_t>(to)].add(t); }
-  /// What the other rank sends in the same order goes there.
+  /// Receives what the other rank sends in the same order.
   void receive(int from, at::Tensor to) {
     receive_[static_cast<std::size_t>(from)] += to.numel();
     places_[static_cast<std::size_t>(from)].push_back(std::move(to));
@@ -213,7 +211,7 @@ std::vector<StateSpec> Muon::state(const Stored& /*w*/) const {
   return {{.name = "momentum_buffer"}};
 }
 
-void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const {
+void Muon::update(const std::vector<ParamInStep>& params, const RuleStep& step) const {
   comm::Group& group = *current_mesh().group(kTokenAxes);  // all ranks of the stage
   std::vector<double> load(static_cast<std::size_t>(group.size()), 0);
   const double keep = config_.momentum;
@@ -221,7 +219,7 @@ void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const
     std::vector<Task> tasks;
     const std::int64_t most = config_.numbers_in_round * group.size();
     for (std::int64_t numbers = 0; end < params.size() && numbers < most; ++end) {
-      const Moving& p = params[end];
+      const ParamInStep& p = params[end];
       const Stored& w = *p.stored;
       MOESH_CHECK(is_for_muon(w), ErrorKind::internal, "Muon is given '", w.spec.name,
                   "', which is not a matrix");
@@ -236,7 +234,7 @@ void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const
     }
     orthogonalize(tasks, group, load);
     for (std::size_t i = begin; i < end; ++i) {
-      const Moving& p = params[i];
+      const ParamInStep& p = params[i];
       const Task& task = tasks[i - begin];
       const double size =
           0.2 * std::sqrt(static_cast<double>(std::max(task.matrices.n, task.matrices.m)));

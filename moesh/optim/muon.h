@@ -11,7 +11,7 @@ struct MuonConfig {
   double weight_decay = 0.1;                     // of parameters with Decay::on
   at::ScalarType newton_schulz = at::kBFloat16;  // or float32; float64 weights take float64
   bool by_head = false;                          // each head of an up-projection is a matrix
-  // Parameters whose numbers travel together: about so many of each rank.
+  // Parameters are sent together until about this many numbers of each rank.
   std::int64_t numbers_in_round = 1 << 26;
 
   void validate() const;
@@ -31,9 +31,9 @@ class Muon final : public Rule {
  public:
   explicit Muon(const MuonConfig& config = {});
 
-  Sees sees() const override { return Sees::parameter; }
+  RuleScope scope() const override { return RuleScope::parameter; }
   std::vector<StateSpec> state(const Stored& w) const override;
-  void update(const std::vector<Moving>& params, const RuleStep& step) const override;
+  void update(const std::vector<ParamInStep>& params, const RuleStep& step) const override;
 
  private:
   MuonConfig config_;

@@ -20,22 +20,23 @@ at::Tensor make_state(const StateSpec& spec, const Stored& w) {
 }  // namespace
 
 Optimizer::Optimizer(ParamList params, RulePtr rule)
-    : Optimizer(std::move(params), [rule](const ParamList::Entry&) { return Way{rule}; }) {}
+    : Optimizer(std::move(params), [rule](const ParamList::Entry&) { return RuleChoice{rule}; }) {}
 
-Optimizer::Optimizer(ParamList params, const ChooseWay& choose)
+Optimizer::Optimizer(ParamList params, const ChooseRule& choose)
     : params_(std::move(params)), choose_(choose) {
   for (const auto& entry : params_) {
     const Stored& w = *entry.stored;
-    const Way way = choose(entry);
+    const RuleChoice way = choose(entry);
     const Rule* rule = way.rule.get();
     MOESH_CHECK(rule, ErrorKind::config, "parameter '", w.spec.name, "' has no update rule");
     MOESH_CHECK(std::isfinite(way.lr_scale) && way.lr_scale >= 0, ErrorKind::config, "parameter '",
                 w.spec.name, "' has lr_scale ", way.lr_scale, "; it takes 0 or more");
     const auto found = std::find(ways_.begin(), ways_.end(), way);
-    Kept kept{.way = static_cast<std::size_t>(found - ways_.begin()), .specs = rule->state(w)};
+    ParamState kept{.way = static_cast<std::size_t>(found - ways_.begin()),
+                    .specs = rule->state(w)};
     if (found == ways_.end()) ways_.push_back(way);
     for (const auto& spec : kept.specs) {
-      MOESH_CHECK(!spec.shape || rule->sees() == Sees::parameter, ErrorKind::internal,
+      MOESH_CHECK(!spec.shape || rule->scope() == RuleScope::parameter, ErrorKind::internal,
                   "a rule that sees elements keeps '", spec.name, "' for parameter '", w.spec.name,
                   "' in a shape of its own: ranks with an empty shard would not write it");
       kept.values.push_back(make_state(spec, w));
@@ -70,10 +71,10 @@ void Optimizer::update(const at::Tensor& factor, const at::Tensor& skip) {
   numbers_.select(1, 3).copy_(skip);
   for (std::size_t r = 0; r < ways_.size(); ++r) {
     const Rule& rule = *ways_[r].rule;
-    std::vector<Moving> moving;
+    std::vector<ParamInStep> moving;
     for (std::size_t i = 0; i < params_.size(); ++i) {
       const auto& [stored, decay] = params_[i];
-      if (kept_[i].way != r || (rule.sees() == Sees::element && stored->value.numel() == 0))
+      if (kept_[i].way != r || (rule.scope() == RuleScope::element && stored->value.numel() == 0))
         continue;
       moving.push_back({.stored = stored,
                         .value = stored->value.detach(),
@@ -104,8 +105,8 @@ void Optimizer::end_step(bool skipped) {
   zero_grad();
 }
 
-std::vector<Optimizer::State> Optimizer::state() const {
-  std::vector<State> all;
+std::vector<Optimizer::StateTensor> Optimizer::state() const {
+  std::vector<StateTensor> all;
   for (std::size_t i = 0; i < params_.size(); ++i)
     for (std::size_t s = 0; s < kept_[i].specs.size(); ++s) {
       const StateSpec& spec = kept_[i].specs[s];

@@ -1,5 +1,5 @@
 #pragma once
-// What the train loop knows of an optimizer: parameters, the rule of each, and the state that the
+// The optimizer as the train loop sees it: parameters, the rule of each, and the state that the
 // rules declare.
 
 #include <functional>
@@ -15,16 +15,16 @@ class Optimizer {
  public:
   using RulePtr = std::shared_ptr<const Rule>;
   /// How a parameter moves: by which rule, and by how much of the learning rate.
-  struct Way {
+  struct RuleChoice {
     RulePtr rule;
     double lr_scale = 1;
-    bool operator==(const Way&) const = default;
+    bool operator==(const RuleChoice&) const = default;
   };
-  using ChooseWay = std::function<Way(const ParamList::Entry&)>;
+  using ChooseRule = std::function<RuleChoice(const ParamList::Entry&)>;
 
   /// One rule for all parameters, or a way for each: those with the same one move together.
   Optimizer(ParamList params, RulePtr rule);
-  Optimizer(ParamList params, const ChooseWay& choose);
+  Optimizer(ParamList params, const ChooseRule& choose);
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
@@ -49,23 +49,23 @@ class Optimizer {
 
   /// One tensor of the state, for a checkpoint: "layers.0.gate.weight.exp_avg". Writing into
   /// `value` (copy_) restores it.
-  struct State {
+  struct StateTensor {
     std::string name;
     const Stored* param;
     at::Tensor value;
     bool is_sharded;  // cut and stored like the parameter; if not, the same on all its ranks
   };
-  std::vector<State> state() const;
+  std::vector<StateTensor> state() const;
   /// The number of steps taken, which belongs to the state: AdamW's bias correction depends on it.
   std::int64_t num_steps() const { return num_steps_; }
   void set_num_steps(std::int64_t n);
 
   const ParamList& params() const { return params_; }
   /// As it was given: how other parameters would move.
-  const ChooseWay& choose() const { return choose_; }
+  const ChooseRule& choose() const { return choose_; }
 
  private:
-  struct Kept {  // for one parameter
+  struct ParamState {  // for one parameter
     std::size_t way;
     std::vector<StateSpec> specs;
     std::vector<at::Tensor> values;
@@ -73,10 +73,10 @@ class Optimizer {
   };
 
   ParamList params_;
-  ChooseWay choose_;
-  std::vector<Way> ways_;   // each once, in the order of the parameters
-  std::vector<Kept> kept_;  // by parameter
-  at::Tensor numbers_;      // those of RuleStep, a row for each way: rates differ
+  ChooseRule choose_;
+  std::vector<RuleChoice> ways_;  // each once, in the order of the parameters
+  std::vector<ParamState> kept_;  // by parameter
+  at::Tensor numbers_;            // those of RuleStep, a row for each way: rates differ
   std::int64_t num_steps_ = 0;
 };
 

@@ -15,8 +15,8 @@
 
 namespace moesh::optim {
 
-/// What a rule looks at to move one element.
-enum class Sees : std::uint8_t {
+/// The extent of what a rule reads to move one element.
+enum class RuleScope : std::uint8_t {
   element,    // that element, its gradient and its state: each rank moves its shards by itself, and
               // no bit depends on the mesh
   parameter,  // all of the parameter: ranks meet in gather_full (spmd/full_param.h)
@@ -32,11 +32,11 @@ struct StateSpec {
 };
 
 /// A parameter in a step, as this rank has it.
-struct Moving {
+struct ParamInStep {
   const Stored* stored;           // name, shape, axes: which cut it, store it, replicate it
   at::Tensor value;               // [stored->shard.length]
   at::Tensor gradient;            // likewise, before it is clipped, and maybe in the type of the
-                                  // work; nobody reads it after the rule
+                                  // work; not read after the rule
   std::vector<at::Tensor> state;  // as declared, in that order
   Decay decay;
 };
@@ -50,7 +50,7 @@ struct RuleStep {
 
   at::Tensor lr() const { return numbers.select(0, 0); }
   at::Tensor number() const { return numbers.select(0, 1); }
-  at::Tensor clipped(const Moving& p) const {
+  at::Tensor clipped(const ParamInStep& p) const {
     return kernels::cast(p.gradient, p.stored->spec.dtype) * numbers.select(0, 2);
   }
   /// Writes a new value or state: in a step that is skipped all of them stay.
@@ -64,14 +64,14 @@ class Rule {
  public:
   virtual ~Rule() = default;
 
-  virtual Sees sees() const = 0;
-  /// What it keeps for this parameter.
+  virtual RuleScope scope() const = 0;
+  /// The state that it keeps for this parameter.
   virtual std::vector<StateSpec> state(const Stored& w) const = 0;
   /// Moves the values and the states in place, without autograd; none of them in a step that is
   /// skipped. It does not read numbers of the device, for which the host would wait. A rule that
   /// sees elements gets the shards that are not empty; one that sees parameters gets all of them,
   /// in the same order on every rank, so that all enter the same collectives.
-  virtual void update(const std::vector<Moving>& params, const RuleStep& step) const = 0;
+  virtual void update(const std::vector<ParamInStep>& params, const RuleStep& step) const = 0;
 };
 
 // The update rules that a configuration can ask for, by name.
@@ -91,7 +91,7 @@ struct RuleKind {
 
 const std::vector<RuleKind>& rule_kinds();
 std::vector<std::string> rule_names();
-/// Throws Error (config) which names the known ones where there is none of this name.
+/// Throws Error (config), which names the known ones, if there is none of this name.
 const RuleKind& find_rule(const std::string& name);
 
 }  // namespace moesh::optim

@@ -26,7 +26,7 @@ std::vector<StateSpec> Sgd::state(const Stored& /*w*/) const {
 
 // Products are rounded before they are added: add(x, alpha) is a fused multiply-add in ATen's
 // vector loop and not in its remainder, so the bits would depend on where a shard begins.
-void Sgd::update(const std::vector<Moving>& params, const RuleStep& step) const {
+void Sgd::update(const std::vector<ParamInStep>& params, const RuleStep& step) const {
   for (const auto& p : params) {
     at::Tensor direction = step.clipped(p);
     if (p.decay == Decay::on && config_.weight_decay > 0)
@@ -59,7 +59,7 @@ std::vector<StateSpec> AdamW::state(const Stored& /*w*/) const {
   return {{.name = "exp_avg"}, {.name = "exp_avg_sq"}};
 }
 
-void AdamW::update(const std::vector<Moving>& params, const RuleStep& step) const {
+void AdamW::update(const std::vector<ParamInStep>& params, const RuleStep& step) const {
   std::vector<kernels::AdamWParam> all;
   for (const auto& p : params)
     all.push_back({.value = p.value,

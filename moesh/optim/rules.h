@@ -21,9 +21,9 @@ class AdamW final : public Rule {
  public:
   explicit AdamW(const AdamWConfig& config = {});
 
-  Sees sees() const override { return Sees::element; }
+  RuleScope scope() const override { return RuleScope::element; }
   std::vector<StateSpec> state(const Stored& w) const override;
-  void update(const std::vector<Moving>& params, const RuleStep& step) const override;
+  void update(const std::vector<ParamInStep>& params, const RuleStep& step) const override;
 
  private:
   AdamWConfig config_;
@@ -44,9 +44,9 @@ class Sgd final : public Rule {
  public:
   explicit Sgd(const SgdConfig& config = {});
 
-  Sees sees() const override { return Sees::element; }
+  RuleScope scope() const override { return RuleScope::element; }
   std::vector<StateSpec> state(const Stored& w) const override;
-  void update(const std::vector<Moving>& params, const RuleStep& step) const override;
+  void update(const std::vector<ParamInStep>& params, const RuleStep& step) const override;
 
  private:
   SgdConfig config_;

@@ -8,16 +8,16 @@
 namespace moesh::optim {
 namespace {
 
-using Kind = ScheduleConfig::Kind;
+using Kind = LrScheduleConfig::Curve;
 
-std::int64_t num_decay_steps(const ScheduleConfig& c) {
+std::int64_t num_decay_steps(const LrScheduleConfig& c) {
   if (c.kind != Kind::wsd) return c.num_steps - c.warmup_steps;
   return std::llround(c.decay_ratio * static_cast<double>(c.num_steps));
 }
 
 }  // namespace
 
-void ScheduleConfig::validate() const {
+void LrScheduleConfig::validate() const {
   MOESH_CHECK(num_steps >= 1, ErrorKind::config, "schedule: num_steps is ", num_steps,
               "; it takes 1 or more");
   MOESH_CHECK(warmup_steps >= 0 && warmup_steps <= num_steps, ErrorKind::config,
@@ -36,10 +36,10 @@ void ScheduleConfig::validate() const {
               num_steps - num_decay, " or less, or a smaller decay_ratio");
 }
 
-Schedule::Schedule(const ScheduleConfig& config)
+LrSchedule::LrSchedule(const LrScheduleConfig& config)
     : config_((config.validate(), config)), num_decay_steps_(num_decay_steps(config)) {}
 
-double Schedule::factor(std::int64_t step) const {
+double LrSchedule::factor(std::int64_t step) const {
   MOESH_CHECK(step >= 0, ErrorKind::config, "schedule: the factor of step ", step,
               "; steps count from 0");
   const auto& c = config_;

@@ -16,8 +16,8 @@ namespace moesh::optim {
 /// Only the first step after the run has the floor, so that no step of it is lost to a rate of 0.
 /// constant: always 1 after the warm-up.
 // clang-format on
-struct ScheduleConfig {
-  enum class Kind : std::uint8_t { constant, linear, cosine, wsd } kind = Kind::cosine;
+struct LrScheduleConfig {
+  enum class Curve : std::uint8_t { constant, linear, cosine, wsd } kind = Curve::cosine;
   std::int64_t num_steps = 0;
   std::int64_t warmup_steps = 0;
   double decay_ratio = 0.1;    // wsd: the last fraction of all steps, in which the rate falls
@@ -26,13 +26,13 @@ struct ScheduleConfig {
   void validate() const;
 };
 
-class Schedule {
+class LrSchedule {
  public:
-  explicit Schedule(const ScheduleConfig& config);
+  explicit LrSchedule(const LrScheduleConfig& config);
   double factor(std::int64_t step) const;
 
  private:
-  ScheduleConfig config_;
+  LrScheduleConfig config_;
   std::int64_t num_decay_steps_;
 };
 

@@ -1,6 +1,5 @@
 #include "moesh/report/page.h"
 
-#include <cmath>
 #include <cstring>
 #include <string_view>
 

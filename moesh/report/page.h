@@ -9,7 +9,7 @@
 
 namespace moesh::report {
 
-/// What a page has of a run already.
+/// The part of a run that a page has already.
 struct PageState {
   std::int64_t generation = -1;
   std::size_t num_records = 0;

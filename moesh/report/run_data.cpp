@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "moesh/base/error.h"
 #include "moesh/formats/byte_source.h"
@@ -18,7 +17,7 @@ using formats::JsonList;
 using formats::JsonObject;
 using formats::JsonValue;
 
-// What a page shows of experts, in numbers: 4 MB.
+// Most numbers of expert counts that a page has: 4 MB.
 constexpr std::size_t kMaxCells = 1'000'000;
 
 // The last `num` names of a path, or all of them.

@@ -28,11 +28,11 @@ class RunData {
 
   const std::string& name() const { return name_; }
   std::int64_t generation() const { return generation_; }
-  /// Records so far. Columns have as many numbers; NaN where a record has none. A list or an object
-  /// of a record has a column for each of its numbers: "sections.data", "expert_entropy.3".
+  /// Records so far. Each column has this many numbers; NaN where a record has none. A list or an
+  /// object of a record has a column for each of its numbers: "sections.data", "expert_entropy.3".
   std::size_t size() const { return size_; }
   const std::map<std::string, std::vector<double>>& columns() const { return columns_; }
-  /// As many of the recorded ones as a page can hold, evenly chosen.
+  /// The recorded ones, or an even choice of them if a page cannot hold all.
   const std::vector<Frame>& frames() const { return frames_; }
   std::size_t num_layers() const { return num_layers_; }
   std::size_t num_experts() const { return num_experts_; }

@@ -15,7 +15,7 @@ namespace moesh::report {
 void serve(std::vector<RunData> runs, const std::vector<VerifyResult>& verified, int port,
            const std::atomic<bool>& stop, const std::function<void(int port)>& ready);
 
-/// What is sent for a request, header and all: "GET /data?known=1.20.20 HTTP/1.1", then its
+/// The answer to a request, with its header: "GET /data?known=1.20.20 HTTP/1.1", then its
 /// headers. A host that is not this machine by its number or as localhost is refused, so that no
 /// other page of the browser can read the run.
 std::string answer(const std::string& request, std::vector<RunData>& runs,

@@ -8,7 +8,6 @@
 
 #include <exception>
 #include <utility>
-#include <vector>
 
 #include "moesh/base/interrupt.h"
 
@@ -61,7 +60,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 
 namespace {
 
-// Backward comes here when all who took x have added theirs, or have left it to autograd.
+// Backward reaches this when all users of x have added their gradients, or left them to autograd.
 class ForSeveral : public torch::autograd::Function<ForSeveral> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,

@@ -44,7 +44,7 @@ class GradientSum : public torch::CustomClassHolder {
   void add(const at::Tensor& dx);
   /// rows w, of rows [N, out] and w [out, in], by the product itself.
   void add_product(const at::Tensor& rows, const at::Tensor& w);
-  /// Undefined: nobody has added.
+  /// Undefined: nothing was added.
   at::Tensor take() { return std::exchange(sum_, {}); }
 
  private:
@@ -53,7 +53,7 @@ class GradientSum : public torch::CustomClassHolder {
 /// x for several: what finds a sum for it adds its gradient there and returns none; what others
 /// return, autograd adds.
 at::Tensor for_several(const at::Tensor& x);
-/// That of what for_several gave; null: there is none.
+/// That of what for_several gave; null: none.
 c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x);
 
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts

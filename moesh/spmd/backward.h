@@ -33,9 +33,9 @@ Tensor<L> as_leaf(const Tensor<L>& x) {
   return assume<L>(x.local().detach().clone().requires_grad_(true));
 }
 
-// What goes from a stage of a pipeline to another. pp is not part of a layout: a rank talks to
-// those ranks of pp which have its own place on all other axes, and both ends know sizes and type.
-// A gradient comes back as the adjoint of what was sent.
+// Tensors that go from one stage of a pipeline to another. pp is not part of a layout: a rank
+// exchanges messages with the ranks of pp that have its own place on all other axes, and both ends
+// know sizes and type. The gradient of a sent tensor comes back.
 
 /// A message to rank `to` of pp; `label` is compared with that of the receiver.
 template <auto L>
@@ -55,14 +55,14 @@ class [[nodiscard]] Arriving {
   comm::Handle handle_;
 };
 
-/// x as a stage takes it: the graph of what comes after begins here, and backward leaves the
-/// gradient for the stage before. Nobody else writes x.
+/// x as the input of a stage: the graph of the stage begins here, and backward leaves the gradient
+/// for the stage before. x is not written elsewhere.
 template <auto L>
 Tensor<L> as_input(const Tensor<L>& x) {
   return assume<L>(x.local().detach().requires_grad_(true));
 }
 
-/// What a stage has given, as its backward knows it: where its gradient goes. The values were for
+/// The output of a stage, as its backward knows it: where its gradient goes. The values were for
 /// the next stage, and are freed when they have gone there.
 template <auto L>
 class OutputEdge {
@@ -75,8 +75,8 @@ class OutputEdge {
   std::shared_ptr<const raw::GradientEdge> edge_;
 };
 
-/// Backward of a stage: from the gradient of what it gave to the next one, and from its own losses;
-/// undefined: it has none.
+/// Backward of a stage: from the gradient of its output, and from its own losses; undefined: it has
+/// none.
 template <auto L, auto Loss>
 void backward(const OutputEdge<L>& out, const Tensor<adjoint(L)>& gradient,
               const Tensor<Loss>& own_losses) {

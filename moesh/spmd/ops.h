@@ -24,7 +24,7 @@ at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
 /// The dimension that holds tokens (0 of [N] and [N, D]), features (1 of [N, D]), or experts or the
-/// rows that were sent to them (0). Throws where there is none, and for tokens and features of more
+/// rows that were sent to them (0). Throws if there is none, and for tokens and features of more
 /// than two dimensions, which may be [B, L, D] or [N, groups, members].
 std::int64_t dim_of(Over over, const at::Tensor& x);
 at::Tensor sum(const at::Tensor& x, std::int64_t dim);
@@ -40,8 +40,8 @@ at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim);
 at::Tensor stack(const std::vector<at::Tensor>& parts);
 }  // namespace raw
 
-/// x, which several linear layers take: the gradient of each is added up as its product is made,
-/// and not by a pass of its own.
+/// x as the input of several linear layers: their products add their gradients of x to one sum,
+/// without a separate pass.
 template <auto L>
 Tensor<L> for_several(const Tensor<L>& x) {
   return assume<L>(raw::for_several(x.local()));
@@ -210,8 +210,8 @@ auto linear(const Tensor<A>& x, const Tensor<B>& w, const Tensor<C>& b) {
 }
 
 // Functions of rows, written on plain tensors: each rank calls them on the rows that it holds. The
-// mixing table gives the layout of the result, and what it refuses does not compile. That no row
-// comes or goes is checked at run time; that f looks at one row at a time is its author's promise.
+// mixing table gives the layout of the result, and combinations that it refuses do not compile. The
+// number of rows is checked at run time. The author promises that f looks at one row at a time.
 
 namespace raw {
 /// y, whose first `num_dims` dimensions are those of x.
@@ -253,8 +253,8 @@ Tensor<L> map_linear(Fn f, Adjoint adjoint, const Tensor<L>& x) {
   return assume<L>(raw::map_linear(x.local(), f, adjoint));
 }
 
-// The only readers of numbers: they accept values that every rank has whole, never a partial sum or
-// a shard.
+// Only these functions read numbers. They accept values that every rank has whole, never a partial
+// sum or a shard.
 
 namespace raw {
 double number(const at::Tensor& x);
@@ -276,8 +276,8 @@ double number(const Tensor<L>& x) {
   return raw::number(x.local());
 }
 
-/// min(1, max_norm / norm), where the norm is: what clips gradients. `norm` is that of all of them,
-/// on all ranks; where it is not finite, the user of the factor skips the step.
+/// min(1, max_norm / norm), the factor that clips gradients, on the device of the norm. `norm` is
+/// that of all gradients on all ranks; if it is not finite, the user of the factor skips the step.
 template <auto L>
 at::Tensor clip_factor(const Tensor<L>& norm, double max_norm) {
   [[maybe_unused]] constexpr auto checked = check_whole(L);

@@ -18,7 +18,7 @@ namespace moesh::raw {
 namespace {
 
 // The part of each rank along the dimension. `x` is this rank's part, or the whole.
-std::vector<std::int64_t> resolve(const Along& along, const at::Tensor& x, bool is_part,
+std::vector<std::int64_t> resolve(const SplitDim& along, const at::Tensor& x, bool is_part,
                                   const comm::Group& group, const char* what) {
   const std::int64_t n = group.size(), here = x.size(along.dim);
   std::vector<std::int64_t> sizes = along.sizes;
@@ -34,7 +34,7 @@ std::vector<std::int64_t> resolve(const Along& along, const at::Tensor& x, bool 
   MOESH_CHECK(here == (is_part ? mine : total), ErrorKind::config, what, " along dimension ",
               along.dim, ": rank ", group.rank(), " of group '", group.name(), "' has size ", here,
               ", and the parts ", sizes, " want ", is_part ? mine : total,
-              "; pass Along{dim, total} or Along{.dim, .sizes} with the true sizes");
+              "; pass SplitDim{dim, total} or SplitDim{.dim, .sizes} with the true sizes");
   return sizes;
 }
 
@@ -49,19 +49,19 @@ std::int64_t start_of(const std::vector<std::int64_t>& sizes, int rank) {
 }
 
 // The message is the result.
-Sent whole(comm::Handle message) {
+SentStep whole(comm::Handle message) {
   return {std::move(message), [](const at::Tensor& t) { return Tensors{t}; }};
 }
-Sent ready(const at::Tensor& x) { return whole(comm::Handle(x)); }
+SentStep ready(const at::Tensor& x) { return whole(comm::Handle(x)); }
 // The collective joins or cuts rows: its message has `dim` first.
-Sent along_rows(comm::Handle message, std::int64_t dim) {
+SentStep along_rows(comm::Handle message, std::int64_t dim) {
   return {std::move(message), [dim](const at::Tensor& t) { return Tensors{t.movedim(0, dim)}; }};
 }
 
 }  // namespace
 
-Sent begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
-           const std::vector<std::int64_t>& sizes) {
+SentStep begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
+               const std::vector<std::int64_t>& sizes) {
   const int rank = group.rank();
   switch (step) {
     case Step::identity: return ready(x);
@@ -83,11 +83,11 @@ Sent begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
   throw Error(ErrorKind::internal, "unknown step");
 }
 
-MaybePair move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
-               const char* what) {
+MaybeAdjointPair move(const at::Tensor& x, Axes axes, Place from, Place to, const SplitDim& along,
+                      const char* what) {
   const auto group = current_mesh().group(axes);
   const bool is_cut = varies(from) || varies(to);
-  Along normal = along;
+  SplitDim normal = along;
   if (is_cut) normal.dim = at::maybe_wrap_dim(along.dim, x.dim());
   const bool holds_tokens = normal.dim < (x.dim() >= 3 ? 2 : 1);
   MOESH_CHECK(holds_tokens || (from != Place::T && to != Place::T), ErrorKind::config, what,
@@ -106,12 +106,13 @@ MaybePair move(const at::Tensor& x, Axes axes, Place from, Place to, const Along
       return begin(step, xs[0], *group, dim, sizes);
     };
   };
-  return Pair{.step = begins(step(from, to), from, "input"),
-              .adjoint = begins(backward_step(from, to), adjoint(to), "gradient")};
+  return AdjointPair{.step = begins(step(from, to), from, "input"),
+                     .adjoint = begins(backward_step(from, to), adjoint(to), "gradient")};
 }
 
-MaybePair move_rows(const at::Tensor& first, Axes axes, const std::vector<std::int64_t>& send,
-                    const std::vector<std::int64_t>& recv) {
+MaybeAdjointPair move_rows(const at::Tensor& first, Axes axes,
+                           const std::vector<std::int64_t>& send,
+                           const std::vector<std::int64_t>& recv) {
   const auto group = current_mesh().group(axes);
   if (group->size() == 1) {
     group->all_to_all(first.detach(), send, recv);  // looks whether the numbers fit
@@ -119,21 +120,22 @@ MaybePair move_rows(const at::Tensor& first, Axes axes, const std::vector<std::i
   }
   const auto begins = [group](const auto& to, const auto& from) -> Begin {
     return [=](const Tensors& rows) {
-      return Sent{group->start_all_to_all(pack_rows(rows), to, from),
-                  [like = no_rows_of(rows)](const at::Tensor& t) { return unpack_rows(t, like); }};
+      return SentStep{
+          group->start_all_to_all(pack_rows(rows), to, from),
+          [like = no_rows_of(rows)](const at::Tensor& t) { return unpack_rows(t, like); }};
     };
   };
-  return Pair{.step = begins(send, recv), .adjoint = begins(recv, send)};
+  return AdjointPair{.step = begins(send, recv), .adjoint = begins(recv, send)};
 }
 
-Tensors run_pair(const Tensors& xs, const MaybePair& pair) {
+Tensors run_pair(const Tensors& xs, const MaybeAdjointPair& pair) {
   if (!pair) return xs;
   return attach_all(
       xs, pair->step(detached(xs)).wait(),
       [adjoint = pair->adjoint](const Tensors& grads) { return adjoint(grads).wait(); });
 }
 
-Started::Started(Tensors xs, const MaybePair& pair) : xs_(std::move(xs)) {
+StartedStep::StartedStep(Tensors xs, const MaybeAdjointPair& pair) : xs_(std::move(xs)) {
   if (!pair) return;
   sent_.emplace(pair->step(detached(xs_)));
   Tensors with_gradient;
@@ -152,7 +154,7 @@ Started::Started(Tensors xs, const MaybePair& pair) : xs_(std::move(xs)) {
                            })[0];
 }
 
-Tensors Started::wait() {
+Tensors StartedStep::wait() {
   MOESH_CHECK(!std::exchange(is_awaited_, true),
               "what was started is awaited twice; keep what the first wait returned");
   const Tensors xs = std::move(xs_);

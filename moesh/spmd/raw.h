@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "moesh/comm/mesh.h"
@@ -18,7 +17,7 @@ namespace moesh {
 /// Along which dimension a tensor is cut, and how. By itself a dimension means: gathers join equal
 /// parts, cuts make pieces of ceil(size / ranks). `total` gives the whole size (pieces of
 /// ceil(total / ranks)), `sizes` any parts at all.
-struct Along {
+struct SplitDim {
   std::int64_t dim;
   std::int64_t total = -1;
   std::vector<std::int64_t> sizes = {};
@@ -28,44 +27,44 @@ namespace raw {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// A linear step between ranks that was begun: what is on its way, and what makes the results of it
-/// once it has come.
-struct Sent {
+/// A linear step between ranks that was started: the message on its way, and a function that turns
+/// it into the results.
+struct SentStep {
   comm::Handle message;
   std::function<Tensors(const at::Tensor& message)> results;
 
   Tensors wait() { return results(message.wait()); }
 };
 /// Such a step, without autograd.
-using Begin = std::function<Sent(const Tensors& xs)>;
+using Begin = std::function<SentStep(const Tensors& xs)>;
 
-/// A step and its adjoint; nothing: all stays as it is, on a group of one rank.
-struct Pair {
+/// A step and its adjoint. Nothing: a group of one rank, where tensors stay as they are.
+struct AdjointPair {
   Begin step, adjoint;
 };
-using MaybePair = std::optional<Pair>;
+using MaybeAdjointPair = std::optional<AdjointPair>;
 
-/// Begins the step and awaits it; backward does the same with the adjoint.
-Tensors run_pair(const Tensors& xs, const MaybePair& pair);
+/// Starts the step and awaits it; backward does the same with the adjoint.
+Tensors run_pair(const Tensors& xs, const MaybeAdjointPair& pair);
 
-/// The two ends apart, so that other work goes on in between: backward begins the adjoint where
-/// `wait` was called, and awaits it where this was made. What lies between in forward lies between
-/// in backward. Another piece of work of this rank goes on before either wait (base/turns.h).
-class Started {
+/// Start and wait as two calls, with other work in between. Backward starts the adjoint where
+/// `wait` was called, and awaits it where this object was made, so the same work is in between.
+/// Before either wait another piece of work of this rank takes its turn (base/turns.h).
+class StartedStep {
  public:
-  Started(Tensors xs, const MaybePair& pair);
+  StartedStep(Tensors xs, const MaybeAdjointPair& pair);
   /// Once.
   Tensors wait();
 
  private:
-  // What backward has begun.
+  // The collectives that backward has started.
   struct Backward {
     Begin begin;
-    std::optional<Sent> sent;
+    std::optional<SentStep> sent;
   };
 
   Tensors xs_;
-  std::optional<Sent> sent_;
+  std::optional<SentStep> sent_;
   std::shared_ptr<Backward> backward_;  // null: no x has a gradient
   at::Tensor under_way_;                // stands for the xs in the graph
   bool is_awaited_ = false;
@@ -73,20 +72,21 @@ class Started {
 
 /// x from one placement to another on the axes; the adjoint takes the gradient between the adjoint
 /// placements.
-MaybePair move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
-               const char* what);
+MaybeAdjointPair move(const at::Tensor& x, Axes axes, Place from, Place to, const SplitDim& along,
+                      const char* what);
 
 /// Rows of one or more tensors to other ranks in one message (rows.h), and back.
-MaybePair move_rows(const at::Tensor& first, Axes axes, const std::vector<std::int64_t>& send,
-                    const std::vector<std::int64_t>& recv);
+MaybeAdjointPair move_rows(const at::Tensor& first, Axes axes,
+                           const std::vector<std::int64_t>& send,
+                           const std::vector<std::int64_t>& recv);
 
 /// R or I -> P: kept on the first rank of the axes, zero elsewhere. Backward: the same from R,
 /// identity from I.
 at::Tensor once(const at::Tensor& x, Axes axes, Place from);
 
 /// One step, without autograd: begun, and in one.
-Sent begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
-           const std::vector<std::int64_t>& sizes);
+SentStep begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
+               const std::vector<std::int64_t>& sizes);
 at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
                const std::vector<std::int64_t>& sizes);
 

@@ -72,14 +72,14 @@ std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts) {
   return none;
 }
 
-MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows) {
+MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& rows) {
   const auto group = current_mesh().group(axes);
   if (group->size() == 1) return std::nullopt;
-  const auto gather = [group, rows](const Tensors& parts) -> Sent {
+  const auto gather = [group, rows](const Tensors& parts) -> SentStep {
     return {group->start_all_gather(pack_rows(parts), rows),
             [like = no_rows_of(parts)](const at::Tensor& t) { return unpack_rows(t, like); }};
   };
-  const auto sum = [group, rows](const Tensors& grads) -> Sent {
+  const auto sum = [group, rows](const Tensors& grads) -> SentStep {
     const std::int64_t mine = rows[static_cast<size_t>(group->rank())], n = group->size();
     return {group->start_all_to_all(pack_rows(grads), rows,
                                     std::vector<std::int64_t>(rows.size(), mine)),
@@ -95,7 +95,7 @@ MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows) {
               return sums;
             }};
   };
-  return Pair{gather, sum};
+  return AdjointPair{gather, sum};
 }
 
 }  // namespace moesh::raw

@@ -4,8 +4,6 @@
 // Gradients travel the same way. Where they are terms of a sum, the receiver adds them, in the
 // order of the ranks and in float32 or wider, and rounds once: what a reduction does.
 
-#include <functional>
-#include <tuple>
 #include <vector>
 
 #include "moesh/spmd/ops.h"
@@ -20,17 +18,17 @@ namespace raw {
 at::Tensor pack_rows(const std::vector<at::Tensor>& parts);
 std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<at::Tensor>& like);
 
-/// What unpack_rows takes for `like`, without the rows.
+/// The `like` of unpack_rows, without the rows.
 std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts);
 
-MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows);
+MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& rows);
 
 /// The rows of all tensors in one message.
 template <class... Out, class... In>
 Moving<Out...> start_rows(Axes axes, const std::vector<std::int64_t>& send,
                           const std::vector<std::int64_t>& recv, const In&... rows) {
   const Tensors xs{rows.local()...};
-  return Moving<Out...>(Started(xs, move_rows(xs[0], axes, send, recv)));
+  return Moving<Out...>(StartedStep(xs, move_rows(xs[0], axes, send, recv)));
 }
 template <class... Out, class... In>
 auto exchange_rows(Axes axes, const std::vector<std::int64_t>& send,
@@ -44,7 +42,7 @@ auto exchange_rows(Axes axes, const std::vector<std::int64_t>& send,
 template <Axes A, auto... Ls>
 auto start_all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {
   return Moving<Tensor<transition(Ls, A, Place::R, Step::all_gather)>...>(
-      raw::Started({xs.local()...}, raw::gather_together(A, rows)));
+      raw::StartedStep({xs.local()...}, raw::gather_together(A, rows)));
 }
 template <Axes A, auto... Ls>
 auto all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {
@@ -94,9 +92,9 @@ auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
   return raw::exchange_rows<Tensor<with(L, A, Place::T)>>(A, send, recv, rows);
 }
 
-/// Between T and E on ep: rows on a node of their experts, on any rank of it. They are moved, put
-/// in order and summed there; to compute with them is to have forgotten one of the two hops. L is
-/// their layout at home.
+/// Rows between T and E on ep: they are on a node of their experts, on any rank of it. They may be
+/// moved, sorted and summed there; code that computes with them has forgotten one of the two hops.
+/// L is their layout at home.
 template <auto L>
 class AtNode {
  public:

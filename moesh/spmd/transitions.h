@@ -12,8 +12,9 @@
 //   once             R, I -> P            once (R -> P), identity (R -> I)
 //   as_term          S -> P               identity (R -> S)
 //
-// What sends or sums in forward or in backward can be begun and awaited apart: start_all_gather(x),
-// and wait(). Backward begins where forward waits, and waits where forward begins.
+// Transitions that send or sum, in forward or backward, can be started and awaited separately:
+// start_all_gather(x), and wait(). Backward begins where forward waits, and waits where forward
+// begins.
 
 #include <tuple>
 #include <utility>
@@ -38,81 +39,82 @@ auto typed_results(const Tensors& plain) {
 }
 }  // namespace raw
 
-/// Tensors that are on their way: other work goes on until `wait`, which gives them. It is not a
-/// tensor: nothing computes with what has not come.
+/// Tensors on their way: other work goes on until `wait`, which returns them. It is not a tensor,
+/// so nothing can compute with data that has not arrived.
 template <class... Out>
 class [[nodiscard]] Moving {
  public:
-  explicit Moving(raw::Started started) : started_(std::move(started)) {}
+  explicit Moving(raw::StartedStep started) : started_(std::move(started)) {}
   auto wait() { return raw::typed_results<Out...>(started_.wait()); }
 
  private:
-  raw::Started started_;
+  raw::StartedStep started_;
 };
 
 namespace raw {
 template <Axes A, Place To, Step S, auto L>
-auto typed_move(const Tensor<L>& x, const Along& along, const char* name) {
+auto typed_move(const Tensor<L>& x, const SplitDim& along, const char* name) {
   constexpr auto out = transition(L, A, To, S);
   return typed_results<Tensor<out>>(
       run_pair({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
 }
 template <Axes A, Place To, Step S, auto L>
-auto typed_start(const Tensor<L>& x, const Along& along, const char* name) {
+auto typed_start(const Tensor<L>& x, const SplitDim& along, const char* name) {
   constexpr auto out = transition(L, A, To, S);
-  return Moving<Tensor<out>>(Started({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
+  return Moving<Tensor<out>>(
+      StartedStep({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
 }
 }  // namespace raw
 
 /// The slices of all ranks, side by side along a dimension.
 template <Axes A, Place To = Place::R, auto L>
-auto all_gather(const Tensor<L>& x, const Along& along) {
+auto all_gather(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_move<A, To, Step::all_gather>(x, along, "all_gather");
 }
 template <Axes A, Place To = Place::R, auto L>
-auto start_all_gather(const Tensor<L>& x, const Along& along) {
+auto start_all_gather(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_start<A, To, Step::all_gather>(x, along, "all_gather");
 }
 
-/// The sum over the ranks, of which each keeps its slice.
+/// The sum over the ranks; each keeps its slice of it.
 template <Axes A, Place To = Place::T, auto L>
-auto reduce_scatter(const Tensor<L>& x, const Along& along) {
+auto reduce_scatter(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_move<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
 }
 template <Axes A, Place To = Place::T, auto L>
-auto start_reduce_scatter(const Tensor<L>& x, const Along& along) {
+auto start_reduce_scatter(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_start<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
 }
 
 /// The sum over the ranks.
 template <Axes A, Place To = Place::R, auto L>
 auto all_reduce(const Tensor<L>& x) {
-  return raw::typed_move<A, To, Step::all_reduce>(x, Along{0}, "all_reduce");
+  return raw::typed_move<A, To, Step::all_reduce>(x, SplitDim{0}, "all_reduce");
 }
 template <Axes A, Place To = Place::R, auto L>
 auto start_all_reduce(const Tensor<L>& x) {
-  return raw::typed_start<A, To, Step::all_reduce>(x, Along{0}, "all_reduce");
+  return raw::typed_start<A, To, Step::all_reduce>(x, SplitDim{0}, "all_reduce");
 }
 
 /// From here on the ranks do different work with the value.
 template <Axes A, auto L>
 auto enter(const Tensor<L>& x) {
-  return raw::typed_move<A, Place::R, Step::identity>(x, Along{0}, "enter");
+  return raw::typed_move<A, Place::R, Step::identity>(x, SplitDim{0}, "enter");
 }
 template <Axes A, auto L>
 auto start_enter(const Tensor<L>& x) {
-  return raw::typed_start<A, Place::R, Step::identity>(x, Along{0}, "enter");
+  return raw::typed_start<A, Place::R, Step::identity>(x, SplitDim{0}, "enter");
 }
 
 /// This rank's slice of a value that every rank has whole.
 template <Axes A, Place To = Place::T, auto L>
-auto keep(const Tensor<L>& x, const Along& along) {
+auto keep(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_move<A, To, Step::keep>(x, along, "keep");
 }
 
 /// Full size, zero outside of this rank's slice.
 template <Axes A, auto L>
-auto pad(const Tensor<L>& x, const Along& along) {
+auto pad(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_move<A, Place::P, Step::pad>(x, along, "pad");
 }
 

@@ -22,7 +22,7 @@ void WeightHalf::run() {
   const at::NoGradGuard no_grad;
   *is_running_ = true;
   const auto end = c10::make_scope_exit([this] { *is_running_ = false; });
-  // What each keeps is freed as soon as it is done.
+  // Memory that each keeps is freed as soon as it is done.
   raw::run_backward([&] {
     for (auto& work : work_) {
       std::exchange(work, nullptr)();

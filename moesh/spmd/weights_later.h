@@ -1,16 +1,15 @@
 #pragma once
-// Backward in two halves. Another stage of a pipeline waits for the gradients of inputs; nobody
-// waits for those of weights, which can fill a time in which there is nothing else to do. Of a
-// weight that has a WeightsLater, backward gives the gradients of inputs, and leaves a list
-// of what is to be done for the weights: their gradient, where it is a product of its own (linear
-// layers, experts, the embedding), and the adjoint of each `use`, which sums over the ranks.
+// Backward in two halves. Another stage of a pipeline waits for the gradients of inputs, but not
+// for those of weights, which can be computed at a time when there is nothing else to do. With a
+// WeightsLater, backward gives the gradients of inputs and leaves a list of the work for the
+// weights: products that give their gradients (linear layers, experts, the embedding), and the
+// adjoint of each `use`, which sums over the ranks.
 //
-// Until that is done it keeps what these products take: the inputs of the linear layers and
-// experts, and the gradients of their outputs; of the experts also the hidden layer and its
-// gradients. Not the weights: where they were gathered, they are freed in between (unless the
-// gathers of a pipeline are kept for the step). What has few numbers (norms, biases, the router's
-// gate, sinks) has its gradient at once, and it is kept. The head does neither: its gradient is
-// made with the loss, and is as large as the head.
+// Until that is done the list keeps the operands of these products: the inputs of linear layers and
+// experts and the gradients of their outputs, and for experts also the hidden layer and its
+// gradients. It does not keep the weights: gathered weights are freed in between (unless the
+// gathers of a pipeline are kept for the step). Small parameters (norms, biases, the router's gate,
+// sinks) get their gradients at once. So does the head, whose gradient comes with the loss.
 //
 // With recompute nothing is kept before backward comes to a block. From then on, as above.
 
@@ -24,10 +23,10 @@
 
 namespace moesh {
 
-/// What one backward has left to do for the weights.
+/// The work for the weights that one backward has left.
 class [[nodiscard]] WeightHalf {
  public:
-  /// Does it, in the order in which backward came to it, which is the same on every rank.
+  /// Does it in the order of backward, which is the same on every rank.
   void run();
   std::size_t size() const { return work_.size(); }
 
@@ -45,7 +44,7 @@ class WeightsLater {
   void add(std::function<void()> f);
   /// Whether `add` puts on the list.
   bool is_open() const { return !*is_running_; }
-  /// What backward has left since the last call.
+  /// The work that backward has left since the last call.
   WeightHalf take();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish();
@@ -62,8 +61,8 @@ namespace raw {
 /// `use`. A capsule for custom functions of autograd.
 class WeightSink : public torch::CustomClassHolder {
  public:
-  /// A weight that is undefined or has no gradient is none. No weights: there is nothing to put
-  /// off.
+  /// Weights that are undefined or have no gradient are ignored. No weights: there is nothing to
+  /// put off.
   explicit WeightSink(const std::vector<at::Tensor>& weights = {},
                       std::shared_ptr<WeightsLater> later = nullptr);
   ~WeightSink() override;
@@ -79,8 +78,8 @@ class WeightSink : public torch::CustomClassHolder {
   std::shared_ptr<WeightsLater> later_;
 };
 
-/// The sink of these weights, where they are to be left for later, some of them have a gradient,
-/// and x has one, which leads backward there; else an empty one.
+/// The sink of these weights. It is empty unless gradients are left for later, some of these
+/// weights have one, and x has one, by which backward reaches it.
 c10::intrusive_ptr<WeightSink> sink_for(const at::Tensor& x,
                                         const std::vector<at::Tensor>& weights);
 

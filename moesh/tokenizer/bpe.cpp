@@ -177,13 +177,14 @@ void Bpe::find_word_starts() {
 
 void Bpe::encode(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
                  Widths* widths) const {
-  if (!starts_words_) return widths ? merge_word(word, ids, widths) : encode_part(word, cache, ids);
+  if (!starts_words_)
+    return widths ? merge_word(word, cache, ids, widths) : encode_part(word, cache, ids);
   while (!word.empty()) {
     std::size_t end = 0;
     while (word.substr(end).starts_with(kMetaspaceText)) end += kMetaspaceText.size();
     end = std::min(word.find(kMetaspaceText, end), word.size());
     if (widths)
-      merge_word(word.substr(0, end), ids, widths);
+      merge_word(word.substr(0, end), cache, ids, widths);
     else
       encode_part(word.substr(0, end), cache, ids);
     word.remove_prefix(end);
@@ -192,14 +193,14 @@ void Bpe::encode(std::string_view word, WordCache& cache, std::vector<TokenId>& 
 
 void Bpe::encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const {
   using CachedWord = WordCache::CachedWord;
-  if (word.size() > CachedWord::kMaxBytes) return merge_word(word, ids, nullptr);
+  if (word.size() > CachedWord::kMaxBytes) return merge_word(word, cache, ids, nullptr);
   CachedWord& entry = cache.of(hash_of(word));
   if (entry.num_bytes == word.size() && std::memcmp(entry.bytes, word.data(), word.size()) == 0) {
     ids.insert(ids.end(), entry.ids, entry.ids + entry.num_ids);
     return;
   }
   const std::size_t before = ids.size();
-  merge_word(word, ids, nullptr);
+  merge_word(word, cache, ids, nullptr);
   const std::size_t num_ids = ids.size() - before;
   if (num_ids > CachedWord::kMaxIds) return;
   entry.num_bytes = static_cast<std::uint8_t>(word.size());
@@ -208,13 +209,14 @@ void Bpe::encode_part(std::string_view word, WordCache& cache, std::vector<Token
   std::copy(ids.begin() + static_cast<std::ptrdiff_t>(before), ids.end(), entry.ids);
 }
 
-void Bpe::merge_word(std::string_view word, std::vector<TokenId>& ids, Widths* widths) const {
+void Bpe::merge_word(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
+                     Widths* widths) const {
   if (ignore_merges_)
     if (const auto found = words_.find(word); found != words_.end()) {
       if (widths) widths->push_back(word.size());
       return ids.push_back(found->second);
     }
-  thread_local std::vector<TokenId> symbols;  // its memory is used again from word to word
+  std::vector<TokenId>& symbols = cache.symbols;
   symbols.clear();
   Widths of_word;
   Widths* const kept = widths ? &of_word : nullptr;

@@ -30,6 +30,8 @@ class WordCache {
   };
   CachedWord& of(std::uint64_t hash) { return entries_[hash >> (64 - bits_)]; }
 
+  std::vector<TokenId> symbols;  // of the word that is being merged: its memory is reused
+
  private:
   int bits_;
   std::vector<CachedWord> entries_;
@@ -66,7 +68,8 @@ class Bpe {
   void find_word_starts();
   const BpeMerge* find_merge(TokenId left, TokenId right) const;
   void encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const;
-  void merge_word(std::string_view word, std::vector<TokenId>& ids, Widths* widths) const;
+  void merge_word(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
+                  Widths* widths) const;
   void symbols_of(std::string_view word, std::vector<TokenId>& symbols, Widths* widths) const;
   void merge_few(std::vector<TokenId>& symbols, Widths* widths) const;
   void merge_many(std::vector<TokenId>& symbols, Widths* widths) const;

@@ -68,8 +68,8 @@ void TokenDecoder::add(const JsonSection& section) {
     steps_.push_back(Strip{read_character(section, "content"), count("start"), count("stop")});
   } else if (type == "Metaspace") {
     section.allow({"replacement", "prepend_scheme", "split", "add_prefix_space", "str_rep"});
-    steps_.push_back(Metaspace{read_character(section, "replacement"),
-                               section.text_or("prepend_scheme", "always") != "never"});
+    steps_.push_back(MetaspaceDecoder{read_character(section, "replacement"),
+                                      section.text_or("prepend_scheme", "always") != "never"});
   } else if (type == "Replace") {
     steps_.push_back(Replacement(section));
   } else {
@@ -130,7 +130,7 @@ TokenDecoder::Tokens TokenDecoder::run(const Strip& step, const Tokens& tokens) 
   return result;
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const Metaspace& step, const Tokens& tokens) {
+TokenDecoder::Tokens TokenDecoder::run(const MetaspaceDecoder& step, const Tokens& tokens) {
   Tokens result;
   for (const std::string& token : tokens) {
     const bool drops = result.empty() && step.has_prefix;

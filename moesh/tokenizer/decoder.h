@@ -24,19 +24,19 @@ class TokenDecoder {
     char32_t content;
     std::size_t start, stop;
   };
-  struct Metaspace {
+  struct MetaspaceDecoder {
     char32_t replacement;
     bool has_prefix;
   };
   using Tokens = std::vector<std::string>;
-  using Step = std::variant<ByteLevel, ByteFallback, Fuse, Strip, Metaspace, Replacement>;
+  using Step = std::variant<ByteLevel, ByteFallback, Fuse, Strip, MetaspaceDecoder, Replacement>;
 
   void add(const JsonSection& section);
   static Tokens run(const ByteLevel& step, const Tokens& tokens);
   static Tokens run(const ByteFallback& step, const Tokens& tokens);
   static Tokens run(const Fuse& step, const Tokens& tokens);
   static Tokens run(const Strip& step, const Tokens& tokens);
-  static Tokens run(const Metaspace& step, const Tokens& tokens);
+  static Tokens run(const MetaspaceDecoder& step, const Tokens& tokens);
   static Tokens run(const Replacement& step, const Tokens& tokens);
 
   bool is_given_ = false;

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <unordered_map>
-#include <vector>
 
 #include "moesh/base/utf8.h"
 #include "moesh/tokenizer/code_points.h"
@@ -27,7 +26,7 @@ class Normalization {
       decompositions_[entry.code_point] = {entry.first, entry.second};
       if (entry.composes) compositions_[key(entry.first, entry.second)] = entry.code_point;
     }
-    // What may change, or change what is before it.
+    // Code points that may change, or change the one before.
     CodePointSet unsafe_c, unsafe_d;
     for (const auto& [c, value] : classes_) unsafe_c.add(c, c), unsafe_d.add(c, c);
     unsafe_c.add(kV, kV + kNumV - 1);

@@ -1,7 +1,6 @@
 #pragma once
-// What is done to a text before it is split: Unicode normal forms, a prefix, replacements.
+// Changes of a text before it is split: Unicode normal forms, a prefix, replacements.
 
-#include <memory>
 #include <string>
 #include <string_view>
 #include <variant>

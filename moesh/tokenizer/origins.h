@@ -25,7 +25,7 @@ inline void keep(Origins* origins, std::size_t begin, std::size_t end) {
 inline void replace(Origins* origins, std::size_t begin, std::size_t end, std::size_t count) {
   if (origins) origins->insert(origins->end(), count, {begin, end});
 }
-/// What bytes [begin, end) of the changed text stand for; not empty.
+/// The original bytes of [begin, end) of the changed text; not empty.
 inline ByteRange origin_of(const Origins& origins, ByteRange of) {
   return origins.empty() ? of : ByteRange{origins[of.begin].begin, origins[of.end - 1].end};
 }

@@ -11,7 +11,7 @@
 namespace moesh::tokenizer {
 namespace {
 
-using Kind = PatternNode::Kind;
+using Kind = PatternNode::Type;
 using Greed = PatternNode::Greed;
 using Opcode = SplitPattern::Opcode;
 

@@ -26,7 +26,7 @@ class SplitPattern {
   // How a pattern is run: instruction by instruction, with a stack of the places where another way
   // can be tried.
   enum class Opcode : std::uint8_t {
-    repeat,      // code points of a set, from min to max: as many as there are, then fewer
+    repeat,      // code points of a set, from min to max: first the most possible, then fewer
     possessive,  // the same, and never fewer
     split,       // go on at `to`; if that fails, at `other`
     jump,        // go on at `to`

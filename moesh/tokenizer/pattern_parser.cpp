@@ -10,7 +10,7 @@
 namespace moesh::tokenizer {
 namespace {
 
-using Kind = PatternNode::Kind;
+using Kind = PatternNode::Type;
 using Greed = PatternNode::Greed;
 
 bool is_digit(char32_t c) { return c >= '0' && c <= '9'; }

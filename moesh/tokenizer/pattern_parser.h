@@ -12,11 +12,11 @@
 namespace moesh::tokenizer {
 
 struct PatternNode {
-  enum class Kind { set, sequence, alternation, repeat, look, line_start, line_end };
+  enum class Type { set, sequence, alternation, repeat, look, line_start, line_end };
   enum class Greed { greedy, lazy, possessive };
   static constexpr std::uint32_t kNoLimit = std::numeric_limits<std::uint32_t>::max();
 
-  Kind kind = Kind::sequence;
+  Type kind = Type::sequence;
   CodePointSet set = {};
   std::vector<PatternNode> parts = {};  // of a repeat and of a look: one
   std::uint32_t min = 0, max = 0;

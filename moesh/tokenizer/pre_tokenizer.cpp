@@ -92,18 +92,18 @@ PreTokenizer::Metaspace PreTokenizer::read_metaspace(const JsonSection& section)
   MOESH_CHECK(code_points(step.replacement).size() == 1, ErrorKind::data, section.name(),
               ".replacement is ", formats::shown(step.replacement), "; it is one character");
   const std::string scheme = section.text_or("prepend_scheme", "always");
-  using Prepend = Metaspace::Prepend;
+  using PrependScheme = Metaspace::PrependScheme;
   if (scheme == "always")
-    step.prepend = Prepend::always;
+    step.prepend = PrependScheme::always;
   else if (scheme == "first")
-    step.prepend = Prepend::first;
+    step.prepend = PrependScheme::first;
   else if (scheme == "never")
-    step.prepend = Prepend::never;
+    step.prepend = PrependScheme::never;
   else
     throw Error(ErrorKind::data,
                 detail::concat(section.name(), ".prepend_scheme is ", formats::shown(scheme),
                                "; moesh knows always, first and never"));
-  MOESH_CHECK(section.flag("add_prefix_space", true) || step.prepend == Prepend::never,
+  MOESH_CHECK(section.flag("add_prefix_space", true) || step.prepend == PrependScheme::never,
               ErrorKind::data, section.name(),
               ": add_prefix_space is false, and prepend_scheme is ", scheme,
               ", which say different things");
@@ -257,8 +257,8 @@ void PreTokenizer::run(const PrefixSpace&, WordBuffers& buffers, const Word& wor
 }
 
 void PreTokenizer::run(const Metaspace& step, WordBuffers& buffers, const Word& word) {
-  const bool wanted = step.prepend == Metaspace::Prepend::always ||
-                      (step.prepend == Metaspace::Prepend::first && word.at_start);
+  const bool wanted = step.prepend == Metaspace::PrependScheme::always ||
+                      (step.prepend == Metaspace::PrependScheme::first && word.at_start);
   const bool is_there = word.text.starts_with(' ') || word.text.starts_with(step.replacement);
   const ChangedText& changed =
       change(word, buffers, wanted && !is_there ? step.replacement : "", step.replacement);

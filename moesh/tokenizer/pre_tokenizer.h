@@ -33,7 +33,7 @@ struct WordBuffers {
   std::deque<ChangedText> changed;  // texts that words point to
   bool keeps_origins = false;       // also where changed texts come from
 
-  /// What bytes of a word stand for, in the text that is split.
+  /// The bytes of the split text that a part of a word stands for.
   ByteRange origin(const Word& word, ByteRange of) const;
 };
 
@@ -66,7 +66,7 @@ class PreTokenizer {
   struct PrefixSpace {};
   struct Metaspace {
     std::string replacement;
-    enum class Prepend { always, first, never } prepend;
+    enum class PrependScheme { always, first, never } prepend;
     bool split;
   };
   struct MatchedText {

@@ -17,7 +17,7 @@
 
 namespace moesh::tokenizer {
 
-/// What a thread needs to encode, used again from text to text. One for each thread and tokenizer.
+/// Buffers of a thread that encodes, reused from text to text. One for each thread and tokenizer.
 struct EncodeBuffers {
   WordCache cache;
   WordBuffers words;
@@ -47,9 +47,9 @@ class Tokenizer {
   /// One more than the largest id.
   std::int64_t vocab_size() const { return static_cast<std::int64_t>(tokens_.size()); }
   std::optional<TokenId> find(const std::string& token) const;
-  /// Whether an id is of a token that marks something, as the end of a turn, and is no text.
+  /// Whether the token of an id is a mark, such as the end of a turn, and not text.
   bool is_special(TokenId id) const { return is_special_.at(static_cast<std::size_t>(id)); }
-  /// What is decoded for an id; empty where there is none.
+  /// The decoded text of an id; empty if it has none.
   const std::string& token(TokenId id) const { return tokens_.at(static_cast<std::size_t>(id)); }
 
  private:

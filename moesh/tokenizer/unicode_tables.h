@@ -1,5 +1,5 @@
 #pragma once
-// What the Python package `tokenizers` takes for a letter, a digit, a space: asked of the package,
+// The letters, digits and spaces of the Python package `tokenizers`: asked of the package,
 // code point by code point (tools/make_unicode_tables.py), since its parts have several versions of
 // Unicode.
 

@@ -22,8 +22,8 @@
 namespace moesh::train {
 namespace {
 
-// What a value of an option stands for: one that the table of options has, and this has not, is an
-// error, and no other value.
+// The enumerator for a value of an option: a value that the table of options has, and this lacks,
+// is an error, and no other value.
 template <class T>
 T named(const std::string& name, std::initializer_list<std::pair<const char*, T>> all) {
   for (const auto& [known, value] : all)
@@ -38,19 +38,19 @@ models::Recompute recompute(const Config& config) {
                {std::pair{"full", full}, {"selective", selective}, {"none", none}});
 }
 
-optim::Schedule schedule(const Config& config) {
-  using Kind = optim::ScheduleConfig::Kind;
+optim::LrSchedule schedule(const Config& config) {
+  using Kind = optim::LrScheduleConfig::Curve;
   config::check_option(config, "lr_scheduler.kind");
   const auto& s = config.lr_scheduler;
   const auto kind = named(s.kind, {std::pair{"cosine", Kind::cosine},
                                    {"linear", Kind::linear},
                                    {"wsd", Kind::wsd},
                                    {"constant", Kind::constant}});
-  return optim::Schedule({.kind = kind,
-                          .num_steps = config.training.steps,
-                          .warmup_steps = s.warmup_steps,
-                          .decay_ratio = s.decay_ratio,
-                          .min_lr_factor = s.min_lr_factor});
+  return optim::LrSchedule({.kind = kind,
+                            .num_steps = config.training.steps,
+                            .warmup_steps = s.warmup_steps,
+                            .decay_ratio = s.decay_ratio,
+                            .min_lr_factor = s.min_lr_factor});
 }
 
 // Where the layers of each stage begin and end, of those that a rank of pp has.
@@ -244,7 +244,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
   const at::Device of_run(config.training.device);
   const nn::Dispatcher way =
       nn::resolve(dispatcher(config), current_mesh().shape(), router_shape(config),
-                  device.is_meta() ? nn::planned_exchange(of_run) : nn::exchange_of(of_run));
+                  device.is_meta() ? nn::planned_exchange(of_run) : nn::transport_of(of_run));
   auto model = models::make_model(config.model.architecture,
                                   {.dtype = scalar_type(config),
                                    .device = device,
@@ -273,7 +273,7 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
 
 namespace {
 
-// What [[optimizer.group]] says of each parameter, by its own name or by those in files.
+// The settings of [[optimizer.group]] for each parameter, by its own name or by those in files.
 class GroupOfParam {
  public:
   explicit GroupOfParam(const Config& config) : groups_(param_groups(config)) {
@@ -318,7 +318,7 @@ std::vector<optim::GroupMatch> group_matches(const Config& config, const GroupOf
 }
 
 // How a rule moves parameters of no group, then of each group.
-using Ways = std::vector<optim::Optimizer::Way>;
+using Ways = std::vector<optim::Optimizer::RuleChoice>;
 Ways ways_of(const optim::RuleKind& kind, const Config& config, const optim::Groups& groups) {
   optim::RuleValues values;
   for (const auto& key : kind.keys) {

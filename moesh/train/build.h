@@ -22,9 +22,9 @@ using config::Config;
 /// How the routers of the model choose.
 nn::RouterShape router_shape(const Config& config);
 
-/// What training.freeze names, of the whole model: by moesh's own names of parameters, or by those
-/// that files have for them. Throws Error (config) where a name of it matches none, or some experts
-/// of a layer and not all, or where nothing is left to train.
+/// The parameters of the whole model that training.freeze names: by moesh's own names of
+/// parameters, or by those that files have for them. Throws Error (config) where a name of it
+/// matches none, or some experts of a layer and not all, or where nothing is left to train.
 struct Frozen {
   std::set<std::string> names;  // of parameters
   std::int64_t num_parameters = 0;
@@ -44,8 +44,8 @@ std::unique_ptr<models::Model> make_model(const Config& config);
 /// On another device than that of the configuration: meta has only shapes.
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
 
-/// What each [[optimizer.group]] matches in the model. One that matches nothing throws Error
-/// (config).
+/// The parameters of the model that each [[optimizer.group]] matches. One that matches nothing
+/// throws Error (config).
 std::vector<optim::GroupMatch> group_matches(const Config& config);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 

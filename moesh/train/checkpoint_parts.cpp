@@ -9,26 +9,26 @@
 
 namespace moesh::train {
 
-using checkpoint::Part;
+using checkpoint::TensorPart;
 namespace {
 
 std::string counts_name(nn::Router& router) { return router.gate().name() + ".pending_counts"; }
 
-// What every rank of a stage has whole: the first of them writes it.
-Part part_of_stage(const std::string& name, const at::Tensor& value) {
+// Tensors that every rank of a stage has whole: the first rank writes them.
+TensorPart part_of_stage(const std::string& name, const at::Tensor& value) {
   return checkpoint::replicated_part(name, value, current_mesh().coordinate(kTokenAxes));
 }
 
 // A tensor of the optimizer's state to this rank: cut like its parameter, or whole on each rank
 // that has the parameter, the first of which writes it.
-Part state_part(const optim::Optimizer::State& s) {
+TensorPart state_part(const optim::Optimizer::StateTensor& s) {
   if (s.is_sharded) return checkpoint::part_of(*s.param, s.name, s.value);
   const Axes all = s.param->cutting | s.param->storage | s.param->replicas;
   const bool is_first = !s.param->is_of_other_stage && current_mesh().coordinate(all) == 0;
   return checkpoint::replicated_part(s.name, s.value, is_first ? 0 : 1);
 }
 
-formats::DiskTensor as_it_is(const Part& part) {
+formats::DiskTensor as_it_is(const TensorPart& part) {
   auto tensor = formats::whole_tensor(part.name, part.name, part.shape);
   tensor.dtype = checkpoint::disk_dtype(part.value.scalar_type());
   return tensor;
@@ -38,8 +38,8 @@ formats::DiskTensor as_it_is(const Part& part) {
 
 std::string master_name(const std::string& param) { return param + ".master"; }
 
-std::vector<Part> weight_parts(models::Model& model) {
-  std::vector<Part> parts;
+std::vector<TensorPart> weight_parts(models::Model& model) {
+  std::vector<TensorPart> parts;
   model.each_param([&](Stored& w, bool) {
     if (!w.quantized) parts.push_back(checkpoint::part_of(w));  // these are never saved
   });
@@ -49,15 +49,15 @@ std::vector<Part> weight_parts(models::Model& model) {
   return parts;
 }
 
-std::vector<Part> saved_weights(models::Model& model) {
-  std::vector<Part> parts = weight_parts(model);
-  const auto is_added = [](const Part& p) { return models::is_of_lora(p.name); };
+std::vector<TensorPart> saved_weights(models::Model& model) {
+  std::vector<TensorPart> parts = weight_parts(model);
+  const auto is_added = [](const TensorPart& p) { return models::is_of_lora(p.name); };
   if (std::any_of(parts.begin(), parts.end(), is_added))
-    std::erase_if(parts, [&](const Part& p) { return !is_added(p); });
+    std::erase_if(parts, [&](const TensorPart& p) { return !is_added(p); });
   return parts;
 }
 
-formats::DiskTable own_names(const std::vector<Part>& parts) {
+formats::DiskTable own_names(const std::vector<TensorPart>& parts) {
   formats::DiskTable table;
   for (const auto& p : parts) table.tensors.push_back(as_it_is(p));
   return table;
@@ -88,10 +88,10 @@ CheckpointParts CheckpointParts::of_whole_model(const Config& config,
   return {*model, of_run, none};
 }
 
-std::vector<Part> CheckpointParts::state(
-    const std::function<bool(const Part&)>& keeps_master) const {
-  std::vector<Part> all = optimizer;
-  for (Part part : weights) {
+std::vector<TensorPart> CheckpointParts::state(
+    const std::function<bool(const TensorPart&)>& keeps_master) const {
+  std::vector<TensorPart> all = optimizer;
+  for (TensorPart part : weights) {
     if (!keeps_master(part)) continue;
     part.name = master_name(part.name);
     all.push_back(part);

@@ -1,5 +1,5 @@
 #pragma once
-// What a checkpoint is made of, by name, and what of it this rank has.
+// The tensors of a checkpoint by name, and the parts of them that this rank has.
 
 #include <functional>
 #include <string>
@@ -16,16 +16,17 @@ namespace moesh::train {
 /// of its bits.
 std::string master_name(const std::string& param);
 
-/// What the weights, and their expert biases, are to this rank.
-std::vector<checkpoint::Part> weight_parts(models::Model& model);
-/// What a checkpoint has of them: with LoRA only its matrices, else all.
-std::vector<checkpoint::Part> saved_weights(models::Model& model);
+/// The parts of the weights and expert biases that this rank has.
+std::vector<checkpoint::TensorPart> weight_parts(models::Model& model);
+/// The ones that a checkpoint has: with LoRA only its matrices, else all.
+std::vector<checkpoint::TensorPart> saved_weights(models::Model& model);
 
 /// A table of tensors each of which is one part under its own name.
-formats::DiskTable own_names(const std::vector<checkpoint::Part>& parts);
+formats::DiskTable own_names(const std::vector<checkpoint::TensorPart>& parts);
 
 struct CheckpointParts {
-  std::vector<checkpoint::Part> weights, optimizer, counts;  // `counts` are those of the routers
+  std::vector<checkpoint::TensorPart> weights, optimizer,
+      counts;  // `counts` are those of the routers
 
   CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
                   const std::vector<at::Tensor>& counts_E);
@@ -36,8 +37,8 @@ struct CheckpointParts {
 
   /// All that is not saved as weights: also those of them which `keeps_master` says, under another
   /// name.
-  std::vector<checkpoint::Part> state(
-      const std::function<bool(const checkpoint::Part&)>& keeps_master) const;
+  std::vector<checkpoint::TensorPart> state(
+      const std::function<bool(const checkpoint::TensorPart&)>& keeps_master) const;
 };
 
 }  // namespace moesh::train

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <set>
 #include <sstream>
 #include <utility>
 
@@ -18,7 +17,7 @@
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/comm/flight.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
@@ -34,7 +33,7 @@ namespace moesh::train {
 namespace {
 
 using checkpoint::Heartbeat;
-using checkpoint::Part;
+using checkpoint::TensorPart;
 using formats::Dtype;
 using Clock = std::chrono::steady_clock;
 
@@ -52,7 +51,7 @@ std::int64_t whole_number(const std::string& text) {
   return number;
 }
 
-// What a disk refuses is told with the option that chooses the disk.
+// An error of the disk names the option that chooses the disk.
 template <class F>
 void naming_the_folder(const F& f) {
   try {
@@ -85,10 +84,11 @@ Checkpointer::~Checkpointer() {
   if (background_.joinable()) background_.join();
 }
 
-void Checkpointer::check_owned(const std::vector<Part>& mine, const std::vector<Part>& all) {
+void Checkpointer::check_owned(const std::vector<TensorPart>& mine,
+                               const std::vector<TensorPart>& all) {
   std::int64_t num_mine = 0, num_all = 0;
-  for (const Part& p : mine) num_mine += p.owned ? p.value.numel() : 0;
-  for (const Part& p : all) num_all += p.value.numel();
+  for (const TensorPart& p : mine) num_mine += p.owned ? p.value.numel() : 0;
+  for (const TensorPart& p : all) num_all += p.value.numel();
   const at::Tensor sum = world_.all_reduce(at::full({1}, num_mine, at::kLong).to(device(config_)));
   const auto num_owned = sum.item<std::int64_t>();
   MOESH_CHECK(num_owned == num_all, "the ranks would save ", num_owned, " numbers, and there are ",
@@ -122,7 +122,7 @@ checkpoint::TensorSet Checkpointer::state(const CheckpointParts& mine,
   std::map<std::string, Dtype> on_disk;
   for (const auto& t : weights.tensors)
     for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
-  const auto keeps_master = [&](const Part& part) {
+  const auto keeps_master = [&](const TensorPart& part) {
     const auto found = on_disk.find(part.name);
     return found == on_disk.end() ||
            formats::size_of(found->second) < static_cast<std::uint64_t>(part.value.element_size());
@@ -338,7 +338,7 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
       });
       return position;
     } catch (const Error& e) {
-      // What cannot be read may be whole, and what is whole may not be what the run needs: only
+      // A folder that cannot be read may be whole, and a whole one may not fit the run: only
       // files that are read a second time with other bytes than were written make a run go back.
       if (e.kind() != ErrorKind::data) throw;
       damage = checkpoint::damage_in(folder, world_);
@@ -402,7 +402,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder,
   std::vector<at::Tensor> counts;
   for (auto* router : model_.routers())
     counts.push_back(at::empty_like(local(router->pending_counts())));
-  const auto is_kept = [&](const Part& part) {
+  const auto is_kept = [&](const TensorPart& part) {
     return source.tensors().contains(master_name(part.name));
   };
   const auto table = own_names(whole_->state(is_kept));

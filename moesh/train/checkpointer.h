@@ -1,5 +1,5 @@
 #pragma once
-// What the train loop knows of checkpoints: where to begin, what to do after a step, and at the
+// Checkpoints as the train loop sees them: where to begin, what to do after a step, and at the
 // end.
 
 #include <filesystem>
@@ -52,7 +52,7 @@ class Checkpointer {
   /// How long the last save took that has ended, also where it was in the background.
   std::optional<double> save_seconds() const { return save_seconds_; }
   /// The newest checkpoint after which a step had finite gradients, of a run whose last steps had
-  /// none; empty where there is none.
+  /// none; empty if there is none.
   std::filesystem::path last_healthy(const Position& position);
 
  private:
@@ -60,8 +60,8 @@ class Checkpointer {
   checkpoint::TensorSet weights(const CheckpointParts& mine);
   checkpoint::TensorSet state(const CheckpointParts& mine, const checkpoint::TensorSet& weights);
   /// Every number is saved, and by one rank.
-  void check_owned(const std::vector<checkpoint::Part>& mine,
-                   const std::vector<checkpoint::Part>& all);
+  void check_owned(const std::vector<checkpoint::TensorPart>& mine,
+                   const std::vector<checkpoint::TensorPart>& all);
   checkpoint::Snapshot snapshot(const Position& position);
   /// From the first look at the folder on, no other run works in it.
   void hold_folder();

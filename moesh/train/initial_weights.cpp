@@ -20,7 +20,7 @@
 namespace moesh::train {
 
 using checkpoint::Heartbeat;
-using checkpoint::Part;
+using checkpoint::TensorPart;
 using formats::Dtype;
 namespace {
 
@@ -67,9 +67,9 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
   const std::string others = other_keys(config, theirs);
   MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than the run asks for; set ", others,
-              " as it has it, leave out all of [model] (and --model) to take the model of the "
+              " as it is there, leave out all of [model] (and --model) to take the model of the "
               "folder, or choose another folder");
-  // What no key of [model] says: a variant of attention, a list of layers.
+  // Properties that no key of [model] has: a variant of attention, a list of layers.
   const auto a = json(theirs), b = json(config.model.architecture);
   const std::string there = own_values(a, b), here = own_values(b, a);
   MOESH_CHECK(there.empty() && here.empty(), ErrorKind::config, "'", folder.string(),
@@ -77,7 +77,7 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
               ", and that of the run ", here, "; choose another folder, or another model.size");
 }
 
-// What a checkpoint holds besides the weights; nothing where others wrote the folder.
+// The contents of a checkpoint besides the weights; nothing if another program wrote the folder.
 std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
   // The rest may have been deleted, to keep only the weights.
   if (!formats::exists(folder / formats::kManifestFile) ||
@@ -93,8 +93,8 @@ void load_biases_apart(const std::filesystem::path& folder, models::Model& model
                        const std::set<std::string>& among_weights) {
   const auto source = state_of(folder);
   if (!source) return;
-  std::vector<Part> parts;
-  for (const Part& part : weight_parts(model)) {
+  std::vector<TensorPart> parts;
+  for (const TensorPart& part : weight_parts(model)) {
     const auto kept = master_name(part.name);
     if (among_weights.contains(part.name) || !source->tensors().contains(kept)) continue;
     parts.push_back(part);
@@ -116,7 +116,7 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::set<std::string> known;
   for (const auto& t : table.tensors)
     for (const auto& s : t.sources) known.insert(s.param);
-  std::vector<Part> parts;
+  std::vector<TensorPart> parts;
   for (const auto& part : weight_parts(model))
     if (known.contains(part.name)) parts.push_back(part);
   const checkpoint::Loader loader(source, table);
@@ -143,7 +143,7 @@ bool keeps_bias_apart(const std::filesystem::path& folder) {
   if (!source || models::facts(models::config_of(checkpoint::read_config(folder), described))
                      .stores_expert_bias)
     return false;
-  std::vector<Part> biases;
+  std::vector<TensorPart> biases;
   for (const auto& [name, found] : source->tensors())
     if (name.ends_with(master_name(".expert_bias")))
       biases.push_back(
@@ -151,7 +151,7 @@ bool keeps_bias_apart(const std::filesystem::path& folder) {
   const auto table = own_names(biases);
   checkpoint::Loader(*source, table).load(biases);
   return std::any_of(biases.begin(), biases.end(),
-                     [](const Part& p) { return p.value.any().item<bool>(); });
+                     [](const TensorPart& p) { return p.value.any().item<bool>(); });
 }
 
 void load_initial_weights(const Config& config, models::Model& model,

@@ -36,10 +36,10 @@ class OfRank {
       guard.exchangeStream(*stream_);
     }
     const MeshScope mesh(mesh_);
-    const comm::WatchedAs watched(watched_);
+    const auto observers = comm::use_observers_of(observers_);
     comm::flight::use(recorder_);
     const kernels::UseGpuKernels kernels(kernels_);
-    const nn::CheckLater::Joined checks(checks_);
+    const auto checks = nn::CheckLater::use(checks_);
     f();
   }
 
@@ -48,7 +48,7 @@ class OfRank {
   int num_threads_ = at::get_num_threads();
   std::optional<c10::Stream> stream_;
   const Mesh& mesh_ = current_mesh();
-  comm::Watched& watched_ = comm::watched();
+  comm::ThreadObservers& observers_ = comm::thread_observers();
   std::shared_ptr<comm::flight::Recorder> recorder_ = comm::flight::current();
   kernels::GpuKernels kernels_ = kernels::gpu_kernels();
   nn::CheckLater* checks_ = nn::CheckLater::current();

@@ -95,8 +95,8 @@ void warn_of_no_overlap(const Config& config) {
     nothing("a trace (profile.steps) shows the operators of every second micro-batch only");
 }
 
-// What Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave half a
-// minute or more.
+// The time that Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave
+// half a minute or more.
 double seconds_before_kill() {
   if (!std::getenv("OMPI_COMM_WORLD_SIZE")) return std::numeric_limits<double>::infinity();
   for (const char* name :
@@ -183,7 +183,7 @@ RunFacts facts_of(const Config& config, const models::Model& model, const Caller
           .memory_before_gib = caller.memory_before_gib};
 }
 
-// What follows from the result of the step that was taken last.
+// Handles the result of the last step.
 StepRecord record_of(const Config& config, const RunFacts& facts, const Position& position,
                      const StepResult& result) {
   const auto& [g, u] = result;
@@ -229,7 +229,7 @@ void tell_before_first_step(const Config& config) {
              ", all others of the frozen model in ", config.training.dtype);
 }
 
-// What rank 0 measures of a run, and reports.
+// Measurements and reports of rank 0.
 class Reporter {
  public:
   Reporter(Run& run, const RunFacts& facts, const Mesh& mesh)
@@ -241,7 +241,7 @@ class Reporter {
       std::fputs(run_header(config, facts, run.dataset.describe()).c_str(), stdout);
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
-      log_info("dispatcher auto: ", nn::describe_choice(nn::exchange_of(device(config)),
+      log_info("dispatcher auto: ", nn::describe_choice(nn::transport_of(device(config)),
                                                         mesh.shape(), router_shape(config)));
   }
 
@@ -383,16 +383,16 @@ RunSummary train_on(const Config& config, const CallerInfo& caller, const data::
   Run run{.config = config, .caller = caller, .dataset = dataset, .own_data = own_data};
   run.summary.entropy = dataset.entropy();
   const SignalScope signals;
-  LastWords last_words(config);
+  LostRankReport lost_rank_report(config);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
-    last_words.threw(rank, fault);
+    lost_rank_report.threw(rank, fault);
   };
   if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
-        last_words.add(world.rank());
+        lost_rank_report.add(world.rank());
         run_rank(world, run);
       },
       options);

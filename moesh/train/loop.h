@@ -1,5 +1,5 @@
 #pragma once
-// The training run: as many ranks as the mesh asks for, console lines, metrics in the run folder.
+// The training run: the ranks of the mesh, console lines, metrics in the run folder.
 
 #include <functional>
 #include <optional>
@@ -12,7 +12,7 @@
 
 namespace moesh::train {
 
-/// What a run came to.
+/// The outcome of a run.
 struct RunSummary {
   std::int64_t num_steps = 0;     // that were run
   std::int64_t first_step = 0;    // taken before, by the run that saved the checkpoint
@@ -25,7 +25,7 @@ struct RunSummary {
   std::string trace;   // of profile.steps: where it is, and what cost most
 };
 
-/// What the caller knows of the run, for its header and its folder, and what it wants to be told.
+/// Facts from the caller for the header and folder of the run, and its callbacks.
 struct CallerInfo {
   std::optional<std::int64_t> estimated_memory = {};  // bytes of a rank at its peak
   std::optional<double> memory_before_gib = {};       // of the process, before there is a model

@@ -33,7 +33,7 @@ double peak_memory_gib(const std::string& device) {
 
 namespace {
 
-// What follows "KEY:" in the first such line of a file of /proc.
+// The text after "KEY:" in the first such line of a file of /proc.
 std::string value_in(const std::filesystem::path& file, const std::string& key) {
   std::ifstream lines(file);
   for (std::string line; std::getline(lines, line);) {

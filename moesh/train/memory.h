@@ -10,10 +10,10 @@ double peak_memory_gib(const std::string& device);
 /// "So far" begins anew, on cuda.
 void reset_peak_memory(const std::string& device);
 
-// What a device is, and how fast it could be.
+// The kind of a device, and its peak speed.
 
 /// "NVIDIA H200", as the driver calls the GPUs of this machine where they are all the same; ""
-/// where they are not, or nobody knows. "cpu": the name of the processor.
+/// if not, or if it is unknown. "cpu": the name of the processor.
 std::string device_name(const std::string& device);
 
 /// The peak of bfloat16 products without sparsity on one such GPU, in TFLOP/s, as its maker gives

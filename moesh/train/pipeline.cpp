@@ -55,7 +55,7 @@ class StageActor final : public pipeline::Actor {
 
   void run(const Action& a) override {
     RECORD_USER_SCOPE(to_string(a));
-    const comm::flight::Doing doing(describe(a));
+    const comm::flight::ActivityScope doing(describe(a));
     if (a.kind == ActionKind::forward)
       forward(a);
     else
@@ -72,7 +72,7 @@ class StageActor final : public pipeline::Actor {
 
   void finish_send(const Action& maker) override {
     const auto found = sent_.find(sent_key(maker));
-    const comm::flight::Doing doing("the send after " + describe(maker));
+    const comm::flight::ActivityScope doing("the send after " + describe(maker));
     found->second.wait();
     sent_.erase(found);
   }

@@ -56,8 +56,9 @@ std::string fingerprint_of_data(const Config& config) {
   return text;
 }
 
-std::vector<Remembered> remembered(const Config& config, const std::string& data_fingerprint) {
-  std::vector<Remembered> all{{"data.fingerprint", data_fingerprint, true}};
+std::vector<CheckpointSetting> remembered(const Config& config,
+                                          const std::string& data_fingerprint) {
+  std::vector<CheckpointSetting> all{{"data.fingerprint", data_fingerprint, true}};
   const auto add = [&](const char* name, bool gives_meaning) {
     all.push_back({name, value_text(find_option(name)->get(config)), gives_meaning});
   };

@@ -1,5 +1,5 @@
 #pragma once
-// What a run that goes on from a checkpoint must have in common with the one that saved it.
+// Settings that a run must have in common with the run whose checkpoint it resumes.
 
 #include <string>
 #include <vector>
@@ -9,14 +9,14 @@
 namespace moesh::train {
 
 /// A line of the manifest of a checkpoint.
-struct Remembered {
+struct CheckpointSetting {
   std::string key, value;
   bool gives_position_its_meaning;  // else the position in the data would be one in other data
 };
 
 /// `data_fingerprint` is that of the data as the run began.
-std::vector<Remembered> remembered(const config::Config& config,
-                                   const std::string& data_fingerprint);
+std::vector<CheckpointSetting> remembered(const config::Config& config,
+                                          const std::string& data_fingerprint);
 
 /// The files of the data by their sizes and ends: enough to notice that they are others, and quick.
 std::string fingerprint_of_data(const config::Config& config);

@@ -62,7 +62,7 @@ std::optional<nn::StepRouting> read_routing(const Config& config, const models::
   MOESH_CHECK(header.data_start % formats::size_of(header.type) == 0, ErrorKind::data, path,
               " has values that begin at byte ", header.data_start,
               ", and they are aligned; write it with numpy.save");
-  // Nobody writes to it.
+  // It is never written to.
   void* values = const_cast<char*>(file->bytes().data() + header.data_start);
   return nn::StepRouting{
       .experts_LTK = at::from_blob(values, sizes, [file](void*) {}, type), .name = path};
@@ -78,7 +78,7 @@ at::Tensor RoutingRecorder::on_choice(const nn::Choice& c) {
 at::Tensor RoutingRecorder::experts(std::int64_t layer, std::int64_t first, std::int64_t count,
                                     std::int64_t top_k) const {
   at::Tensor experts_TK = at::full({count, top_k}, -1, at::kInt);
-  for (const Part& part : parts_) {
+  for (const RoutedPart& part : parts_) {
     if (part.layer != layer) continue;
     const at::Tensor here =
         part.places_N.ge(first).logical_and(part.places_N.lt(first + count)).nonzero().squeeze(1);
@@ -121,7 +121,7 @@ void RoutingFiles::write(const std::filesystem::path& path) const {
   constexpr std::int64_t kMostTokens = 1 << 20;  // of a piece
   const std::filesystem::path partial = path.string() + ".partial";
   const auto sizes = sizes_of_step(config_, model_);
-  std::optional<checkpoint::OutputFile> file;
+  std::optional<checkpoint::CheckpointFile> file;
   std::uint64_t written = 0;
   const auto on_rank_0 = [&](const auto& f) {
     checkpoint::together(world_, [&] {
@@ -134,7 +134,7 @@ void RoutingFiles::write(const std::filesystem::path& path) const {
   };
   on_rank_0([&] {
     formats::file_system().remove(partial);
-    file.emplace(partial, checkpoint::OutputFile::Mode::create);
+    file.emplace(partial, checkpoint::CheckpointFile::Mode::create);
     append(formats::npy_header(IdType::int16, sizes));
   });
   for (std::int64_t layer = 0; layer < sizes[0]; ++layer)

@@ -1,7 +1,7 @@
 #pragma once
-// The experts of every token, in files: moe.record writes them, moe.replay reads them. A file is of
-// one step, an .npy of [L, T, K] whole numbers: MoE layers, tokens of the step in the order of the
-// data, top-k.
+// Files with the experts of every token: moe.record writes them, moe.replay reads them. There is
+// one file for each step, an .npy of [L, T, K] integers: MoE layers, tokens of the step in the
+// order of the data, top-k.
 
 #include <cstdint>
 #include <filesystem>
@@ -18,8 +18,9 @@ namespace moesh::train {
 /// The name of a step's file; steps count from 1.
 std::string routing_name(std::int64_t step);
 
-/// What moe.replay has for a step; nothing where that is empty. The file is mapped: a rank reads
-/// only what it asks for. Throws Error (data) where it is missing, or not of this run's sizes.
+/// The experts that moe.replay has for a step; nothing if the option is empty. The file is mapped:
+/// a rank reads only what it asks for. Throws Error (data) where it is missing, or not of this
+/// run's sizes.
 std::optional<nn::StepRouting> read_routing(const Config& config, const models::Model& model,
                                             std::int64_t step);
 
@@ -28,26 +29,27 @@ class RoutingRecorder : public nn::RoutingProbe {
  public:
   at::Tensor on_choice(const nn::Choice& choice) override;
   void begin() { parts_.clear(); }
-  /// Of `count` tokens of the step, in a layer: [count, K] int32, -1 where this rank has no token.
+  /// The experts of `count` tokens of the step, in a layer: [count, K] int32, -1 where this rank
+  /// has no token.
   at::Tensor experts(std::int64_t layer, std::int64_t first, std::int64_t count,
                      std::int64_t top_k) const;
 
   bool records = false;
 
  private:
-  struct Part {  // a layer of a micro-batch
+  struct RoutedPart {  // a layer of a micro-batch
     std::int64_t layer;
     at::Tensor places_N, experts_NK;
   };
-  std::vector<Part> parts_;
+  std::vector<RoutedPart> parts_;
 };
 
-/// What a rank does in its run for moe.record and moe.replay; all ranks make the same calls.
+/// Records or replays the routing of a run (moe.record, moe.replay); all ranks make the same calls.
 class RoutingFiles {
  public:
   RoutingFiles(const Config& config, const models::Model& model, comm::Group& world);
 
-  /// With the probe for them, where there is either.
+  /// The options with the probe for recording or replaying, if either is on.
   StepOptions with_probe(StepOptions options);
   void begin_step(std::int64_t step);
   /// Returns when the file of the step is on the disk.

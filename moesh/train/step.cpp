@@ -17,7 +17,7 @@ namespace {
 
 using enum Place;
 
-// Where in Unread::sums.
+// Where in UnreadStep::sums.
 enum : std::int64_t { kTokens, kCrossEntropy, kTotal, kFailed, kNumSums };
 
 // Every cp and tp rank has the labels of its dp rank whole.
@@ -37,7 +37,7 @@ nn::TokenSum num_failed(const nn::CheckLater::Checks& checks, const at::TensorOp
   return sum;
 }
 
-// What the forwards of this rank add up to, in float64, which holds every count. A rank of a
+// The sums of the forwards of this rank, in float64, which holds every count. A rank of a
 // pipeline has the terms of its stages: the last one the cross-entropy, each those of its own MoE
 // layers, at their places among all.
 struct StepSums {
@@ -100,8 +100,8 @@ nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return assume<Dense{P, P, P}>(at::zeros(sizes, options.dtype(at::kDouble)));
 }
 
-Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
-                       const StepOptions& options) {
+UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                           const StepOptions& options) {
   MOESH_CHECK(!batches.empty(), ErrorKind::config,
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
@@ -123,7 +123,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
     state.finish_sums();
     add_tied_gradients(model, schedule);
   }
-  Unread step{.checks = later.checks()};
+  UnreadStep step{.checks = later.checks()};
   step.has_auxiliary = sums.has_auxiliary;
   step.num_experts.assign(sums.counts.size(), model.num_experts());
   // One message for all of it, and one more over the stages.
@@ -134,7 +134,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
   return step;
 }
 
-void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& step,
+void start_update(models::Model& model, optim::Optimizer& optimizer, UnreadStep& step,
                   const StepOptions& options) {
   RECORD_USER_SCOPE("norm and update");
   const InSection section(Section::update);
@@ -162,7 +162,7 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& ste
   step.update = at::cat({at::stack(numbers), bias_ranges(model, skip.options())});
 }
 
-StepResult read(const Unread& step) {
+StepResult read(const UnreadStep& step) {
   // Bits, since the checks have whole numbers of 64.
   std::vector<at::Tensor> parts{step.sums.view(at::kLong)};
   if (step.update.defined()) parts.push_back(step.update.view(at::kLong));
@@ -202,7 +202,7 @@ StepResult read(const Unread& step) {
   return result;
 }
 
-StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
+StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, UnreadStep step,
                        const StepOptions& options) {
   start_update(model, optimizer, step, options);
   try {
@@ -231,7 +231,7 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
 Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
                        const Gradients& gradients, double lr, const StepOptions& options) {
   optimizer.begin_step(lr);
-  Unread step = gradients.on_device;
+  UnreadStep step = gradients.on_device;
   start_update(model, optimizer, step, options);
   const Update update = read(step).update;
   optimizer.end_step(update.skipped);

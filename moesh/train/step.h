@@ -1,6 +1,6 @@
 #pragma once
 // One optimizer step: the gradients of all micro-batches, their norm, the update, the expert bias.
-// The host hands all of it to the device without a wait, and then reads what the step gave, once.
+// The host queues all of it on the device without waiting, and then reads the results once.
 
 #include <array>
 #include <optional>
@@ -24,8 +24,8 @@ struct StepOptions {
   bool probe_waits = true;  // forward.probe reads what the device has: no step is a CUDA graph
 };
 
-/// What a step has left on the device, where nobody has looked yet.
-struct Unread {
+/// Results of a step on the device, not read yet.
+struct UnreadStep {
   at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, the
                       // auxiliary losses if there are any, then the counts of each MoE layer; of
                       // all ranks
@@ -37,7 +37,7 @@ struct Unread {
   bool has_auxiliary = false, has_max_logit = false;
 };
 
-/// What the micro-batches of a step gave; every number is that of all ranks.
+/// The results of the micro-batches of a step; every number is over all ranks.
 struct Gradients {
   double loss = 0;              // cross-entropy per valid token
   double total_loss = 0;        // with the auxiliary losses
@@ -45,7 +45,7 @@ struct Gradients {
   /// The parts of the auxiliary losses, each with its weight in it; 0 where that is 0.
   std::array<double, models::kNumAuxiliary> auxiliary{};
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
-  Unread on_device;
+  UnreadStep on_device;
 };
 
 /// The range of the expert bias of a layer.
@@ -66,23 +66,23 @@ struct StepResult {
   Update update;
 };
 
-// What the host hands to the device; none of these waits for it on one rank. In between, a CUDA
-// graph may stand for the calls of one step.
+// Work that the host queues on the device; on one rank none of these waits for it. In between, a
+// CUDA graph may stand for the calls of one step.
 
 /// Forward and backward of every micro-batch. The valid tokens of the step are counted over all
 /// ranks before the first backward, so that every one of them has the same weight.
 /// `num_step_tokens` of the batches is filled in here.
-Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
-                       const StepOptions& options);
+UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                           const StepOptions& options);
 /// Between Optimizer's begin_step and end_step: clips, updates the parameters and moves the expert
 /// bias; or, where it must, skips all of it.
-void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& step,
+void start_update(models::Model& model, optim::Optimizer& optimizer, UnreadStep& step,
                   const StepOptions& options);
-/// Waits, and reads all of it at once. A check of a token or a label that has failed throws here,
-/// on the rank which found it.
-StepResult read(const Unread& step);
+/// Waits, and reads all of it at once. A failed check of a token or a label throws here, on the
+/// rank that found it.
+StepResult read(const UnreadStep& step);
 
-/// float64 zeros: what a rank adds to a sum over tokens of which it has no term.
+/// float64 zeros: the term of a rank that has nothing to add to a sum over tokens.
 nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 /// A whole step with one wait, at its end.
@@ -90,8 +90,8 @@ StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
                      std::vector<models::MicroBatch> batches, double lr,
                      const StepOptions& options);
 
-/// What take_step does after start_gradients.
-StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
+/// The part of take_step after start_gradients.
+StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, UnreadStep step,
                        const StepOptions& options);
 
 /// The same in two parts, to look at the gradients in between; each waits.

@@ -31,7 +31,7 @@ Stepper::Stepper(models::Model& model, optim::Optimizer& optimizer, StepOptions 
   if (reason.empty()) return;
   const at::Device device = optimizer.params()[0].stored->value.device();
   if (graph_ == UseGraph::automatic && !device.is_cuda())
-    graph_ = UseGraph::off;  // nobody has asked
+    graph_ = UseGraph::off;  // not set by the user
   else
     refuse(reason);
 }
@@ -98,7 +98,7 @@ Stepper::Recorded* Stepper::recorded(const Batches& batches) {
     reason = e.what();
   }
   optimizer_.zero_grad();
-  // What was recorded has not run: a copy that it would have written is as old as before.
+  // The recorded work has not run: a copy that it would have written is still the old one.
   model_.each_param([](Stored& w, bool) {
     if (w.copy) w.copy->version = -1;
   });
@@ -137,7 +137,7 @@ StepResult Stepper::replay(Recorded& r, Batches& batches, double lr) {
 StepResult Stepper::take_eagerly(const Batches& batches, double lr) {
   optimizer_.begin_step(lr);
   bool is_again = false;
-  Unread step = beside([&] {
+  UnreadStep step = beside([&] {
     if (std::exchange(is_again, true)) {
       optimizer_.zero_grad();
       for (auto* router : model_.routers()) router->clear_counts();

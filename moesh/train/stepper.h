@@ -1,5 +1,5 @@
 #pragma once
-// Steps one after the other, as a CUDA graph where that can be: the host then makes one call for
+// Runs steps one after the other, as a CUDA graph where possible: the host then makes one call for
 // the thousands of launches of a step.
 
 #include <c10/util/Exception.h>
@@ -16,13 +16,15 @@
 
 namespace moesh::train {
 
-/// Values by key, at most so many: then the one that nobody has asked for the longest goes.
+/// Values by key, at most a fixed number; the one that was not used for the longest time is
+/// dropped.
 template <class Key, class Value>
-class Recent {
+class LruCache {
  public:
-  explicit Recent(std::size_t most) : most_(most) {}
+  explicit LruCache(std::size_t most) : most_(most) {}
 
-  /// That of the key; a new one if there is none. What goes is gone before the new one is made.
+  /// The value of the key; a new one if there is none. The dropped value is freed before the new
+  /// one is made.
   Value& operator[](const Key& key) {
     auto it = all_.begin();
     while (it != all_.end() && it->first != key) ++it;
@@ -52,20 +54,20 @@ enum class UseGraph { automatic, on, off };
 /// place.
 class Stepper {
  public:
-  /// `graph` on: an Error (config) with the reason where a step cannot be one; automatic: then it
-  /// runs without, and the log says why, once.
+  /// `graph` on: if a step cannot be a graph, an Error (config) with the reason. Automatic: then it
+  /// runs without one, and the log says why, once.
   Stepper(models::Model& model, optim::Optimizer& optimizer, StepOptions options,
           UseGraph graph = UseGraph::automatic, kernels::Graphs graphs = {});
 
-  /// As take_step. The first steps with batches of some sizes run without a graph, to make what is
-  /// made once; each bound on the documents has a graph of its own, and all have one memory. Where
-  /// that is not enough, the graphs are given back and the step runs without.
+  /// Like take_step. The first steps with batches of some sizes run without a graph, because they
+  /// allocate state. Each bound on the documents has a graph of its own, and all graphs have one
+  /// memory. If that is not enough, the graphs are freed and the step runs without one.
   StepResult operator()(std::vector<models::MicroBatch> batches, double lr);
 
-  /// Gives the graphs and their memory back, if there are any: the next steps record new ones.
+  /// Frees the graphs and their memory, if there are any: the next steps record new ones.
   bool release();
-  /// f(), which runs beside the steps; once more after `release` where there was not enough memory
-  /// for f and the graphs.
+  /// Runs f() between steps. If there is not enough memory for f and the graphs, runs it again
+  /// after `release`.
   template <class F>
   auto beside(const F& f) {
     try {
@@ -88,7 +90,7 @@ class Stepper {
   using Shape = std::vector<std::int64_t>;
   struct Recorded {
     Batches inputs;
-    Unread step;
+    UnreadStep step;
     std::unique_ptr<kernels::Graph> graph;
   };
   std::string refusal() const;
@@ -103,8 +105,8 @@ class Stepper {
   StepOptions options_;
   UseGraph graph_;
   kernels::Graphs graphs_;
-  Recent<Shape, int> num_eager_{kMostGraphs};      // by the sizes of the batches
-  Recent<Shape, Recorded> recorded_{kMostGraphs};  // by these and the bounds on documents
+  LruCache<Shape, int> num_eager_{kMostGraphs};      // by the sizes of the batches
+  LruCache<Shape, Recorded> recorded_{kMostGraphs};  // by these and the bounds on documents
   bool had_no_memory_ = false;
   std::int64_t num_replayed_ = 0, num_recorded_ = 0;
 };

@@ -15,7 +15,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/launch.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::train {
 
@@ -59,7 +59,7 @@ bool is_default(const struct sigaction& action) {
 }
 
 // With the lock. What has come may come again while the process ends: where it would end it as
-// usual, and nobody delivers it, the handler stays, which does so after a second.
+// usual, and no thread delivers it, the handler stays, which does so after a second.
 void end_round() {
   const auto deliver = std::exchange(scopes.deliver, {});
   for (std::size_t i = 0; i < kSignals.size(); ++i)
@@ -124,11 +124,11 @@ bool is_about_ranks(const std::exception_ptr& fault) {
 
 }  // namespace
 
-LastWords::LastWords(const Config& config) : config_(config) {
+LostRankReport::LostRankReport(const Config& config) : config_(config) {
   if (comm::num_launched_processes() > 1) thread_ = std::thread([this] { watch(); });
 }
 
-LastWords::~LastWords() {
+LostRankReport::~LostRankReport() {
   {
     const std::lock_guard lock(mutex_);
     is_ending_ = true;
@@ -137,12 +137,12 @@ LastWords::~LastWords() {
   if (thread_.joinable()) thread_.join();
 }
 
-void LastWords::add(int rank) {
+void LostRankReport::add(int rank) {
   const std::lock_guard lock(mutex_);
   recorders_[rank] = comm::flight::current();
 }
 
-void LastWords::threw(int rank, const std::exception_ptr& fault) {
+void LostRankReport::threw(int rank, const std::exception_ptr& fault) {
   {
     const std::lock_guard lock(mutex_);
     recorders_.erase(rank);
@@ -151,13 +151,13 @@ void LastWords::threw(int rank, const std::exception_ptr& fault) {
 }
 
 // A rank may still compute when the signal comes, and wait for the lost one later.
-void LastWords::watch() {
+void LostRankReport::watch() {
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, kLook, [&] { return is_ending_; }))
     if (const int signal = stop_signal(); signal != 0) say_what_waits(signal);
 }
 
-void LastWords::say_what_waits(int signal) {
+void LostRankReport::say_what_waits(int signal) {
   std::erase_if(recorders_, [&](const auto& entry) {
     const auto& [rank, recorder] = entry;
     const auto waiting = comm::flight::waiting(*recorder);
@@ -170,7 +170,7 @@ void LastWords::say_what_waits(int signal) {
   });
 }
 
-void LastWords::write(int rank, comm::flight::Recorder& recorder, const std::string& why) {
+void LostRankReport::write(int rank, comm::flight::Recorder& recorder, const std::string& why) {
   if (mesh_shape(config_).num_ranks() == 1) return;
   if (config_.metrics.folder.empty()) return log_warn(why);
   const std::lock_guard lock(writing_);

@@ -14,10 +14,10 @@
 
 namespace moesh::train {
 
-/// While one lives, the first signal ends runs after their step. The same one within a second
-/// counts as the first; after that it ends the process as usual. Runs at the same time, on threads
-/// of an embedding program, all end; the last scope gives back the handlers that were there before
-/// the first.
+/// While one lives, the first signal ends runs after their step. The same signal within a second
+/// counts as the first; later it ends the process as usual. Concurrent runs, on threads of an
+/// embedding program, all end; the last scope restores the handlers that were there before the
+/// first.
 class SignalScope {
  public:
   SignalScope();
@@ -25,9 +25,9 @@ class SignalScope {
   SignalScope(const SignalScope&) = delete;
   SignalScope& operator=(const SignalScope&) = delete;
 
-  /// Ends the scope before its destructor does. Where a signal has come it waits until all runs
-  /// have ended and saved, and the last of them calls `deliver`, once for all: what a signal does
-  /// to the process must not come before.
+  /// Ends the scope before its destructor does. After a signal it waits until all runs have ended
+  /// and saved, and the last of them calls `deliver`, once for all: the effect of the signal on the
+  /// process must not come before.
   void leave(const std::function<void(int signal)>& deliver);
 
  private:
@@ -37,19 +37,19 @@ class SignalScope {
 /// The signal that has come since the first of the scopes that live; 0: none.
 int stop_signal();
 
-// What a run leaves when a rank was lost: what each of the others was at, in words and in the
+// The report of a run that lost a rank: what each of the others was at, in words and in the
 // run's folder, where the files of all ranks show which one was behind, and in what.
 
 /// Watches the ranks of this process. A launcher that has lost a process sends the others a signal
-/// to stop, and kills them a second or two later, long before a deadline: while it lives, a rank
-/// which is told to stop and is still in one wait after a moment says so.
-class LastWords {
+/// to stop, and kills them a second or two later, long before a deadline. So a rank that gets the
+/// signal and is still in the same wait a moment later reports what it waits for.
+class LostRankReport {
  public:
   /// Within a SignalScope.
-  explicit LastWords(const Config& config);
-  ~LastWords();
-  LastWords(const LastWords&) = delete;
-  LastWords& operator=(const LastWords&) = delete;
+  explicit LostRankReport(const Config& config);
+  ~LostRankReport();
+  LostRankReport(const LostRankReport&) = delete;
+  LostRankReport& operator=(const LostRankReport&) = delete;
 
   /// Called on the thread of a rank, before anything else.
   void add(int rank);

@@ -12,7 +12,7 @@ namespace {
 
 using enum Place;
 
-// What ranks with the last stage add up; the others have nothing to add. The next token is the
+// Sums of the ranks with the last stage; the others have nothing to add. The next token is the
 // first of the depths.
 struct ValidationSum {
   nn::TokenSum sums;                     // of each depth: cross-entropy, tokens accepted
@@ -81,7 +81,7 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
     ValidationSum sum(num_mtp_layers(config), at::TensorOptions(device(config)));
-    const data::Once once(*set.dataset);
+    const data::OneEpoch once(*set.dataset);
     const std::int64_t per_step = sample_order(config).num_per_step(), size = *once.size();
     for (std::int64_t step = 0; step < config.validation.steps && step * per_step < size; ++step) {
       const auto batches = step_batches(config, once, mesh, step * per_step);

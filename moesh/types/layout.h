@@ -9,7 +9,7 @@
 
 namespace moesh {
 
-/// What a tensor is on one axis of the mesh. The placement of its gradient follows from it.
+/// The placement of a tensor on one axis of the mesh. That of its gradient follows from it.
 enum class Place : std::uint8_t {
   R,  // replicate: same value on every rank, used for different work         gradient P
   I,  // invariant: same value, same work on every rank                       gradient I

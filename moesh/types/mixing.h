@@ -10,7 +10,7 @@ enum class Op { add, mul, linear };
 enum class Unary { linear, nonlinear, over_features };
 enum class Over { tokens, features, experts };
 
-/// What `a op b` is on one axis. For Op::linear a is x, and b is the weight.
+/// The placement of `a op b` on one axis. For Op::linear a is x, and b is the weight.
 constexpr Place mix(Op op, Place a, Place b) {
   using enum Place;
   if (a == I && b == I) return I;
@@ -37,7 +37,7 @@ constexpr Place mix(Op op, Place a, Place b) {
   throw "different things vary over the ranks (tokens T, features F, experts E): all_gather<axis> one of them, or take rows to_experts / to_owners first";
 }
 
-/// What a function of one tensor makes of it on one axis.
+/// The placement of a function of one tensor on one axis.
 constexpr Place apply(Unary kind, Place a) {
   if (a == Place::P && kind != Unary::linear)
     throw "a nonlinear function of a partial sum (P) is not the sum of its values: all_reduce<axis> or reduce_scatter<axis> first";
@@ -46,7 +46,7 @@ constexpr Place apply(Unary kind, Place a) {
   return a;
 }
 
-/// What a sum over tokens, features or experts is on one axis: P where that very thing varies.
+/// The placement of a sum over tokens, features or experts on one axis: P where these vary.
 constexpr Place sum(Over over, Place a) {
   using enum Place;
   if (a == (over == Over::tokens ? T : over == Over::features ? F : E)) return P;

@@ -8,7 +8,7 @@ namespace moesh {
 
 enum class Step { identity, all_gather, reduce_scatter, all_reduce, keep, pad };
 
-/// What takes `from` to `to` on one axis.
+/// The step that takes `from` to `to` on one axis.
 constexpr Step step(Place from, Place to) {
   using enum Place;
   if (varies(from) && is_whole(to)) return Step::all_gather;

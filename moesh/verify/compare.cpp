@@ -23,7 +23,7 @@ namespace moesh::verify {
 namespace {
 
 using formats::Dtype;
-using State = ComparedTensor::State;
+using Verdict = ComparedTensor::Verdict;
 
 constexpr std::int64_t kChunk = 1 << 22;  // elements that are in memory at a time
 
@@ -162,7 +162,7 @@ void compare_values(ComparedTensor& c, const TensorEntry& a, const TensorEntry& 
     interruption_point();
     const std::int64_t count = std::min(kChunk, size - first);
     at::Tensor x = read_a(first, count), y = read_b(first, count);
-    // What is the same and not finite (a mask of -inf) is the same, and has no size.
+    // Equal values that are not finite (a mask of -inf) count as equal, and have no size.
     const at::Tensor same = x.isfinite().logical_not().logical_and(
         x.eq(y).logical_or(x.isnan().logical_and(y.isnan())));
     x = x.masked_fill(same, 0), y = y.masked_fill(same, 0);
@@ -189,7 +189,7 @@ double ComparedTensor::relative() const {
 }
 
 std::string ComparedTensor::diagnosis() const {
-  if (state != State::differs) return "";
+  if (state != Verdict::differs) return "";
   if (!is_finite) return "not finite";
   if (norm == 0) return "a is zero: it was never computed, or its gradient never arrived";
   if (residue > 1e-3) return "";
@@ -208,15 +208,15 @@ std::string ComparedTensor::diagnosis() const {
 std::string ComparedTensor::describe() const {
   const std::string shown = printable(name);
   switch (state) {
-    case State::only_in_a:
+    case Verdict::only_in_a:
       return detail::concat(
           "only in A    ", shown,
           other_name == name ? "" : " (looked for " + printable(other_name) + " in B)");
-    case State::only_in_b: return "only in B    " + shown;
-    case State::shape_differs:
+    case Verdict::only_in_b: return "only in B    " + shown;
+    case Verdict::shape_differs:
       return detail::concat("shape        ", shown, ": ", shape, " in A, ", other_shape, " in B");
-    case State::same:
-    case State::differs: break;
+    case Verdict::same:
+    case Verdict::differs: break;
   }
   const auto number = [](const char* format, double x) {
     char text[40];
@@ -224,9 +224,9 @@ std::string ComparedTensor::describe() const {
     return std::string(text);
   };
   std::string text =
-      detail::concat(state == State::same ? "same         " : "differs      ", shown, " ", shape,
+      detail::concat(state == Verdict::same ? "same         " : "differs      ", shown, " ", shape,
                      "  error ", number("%.3g", relative()), "  factor ", number("%.6g", factor));
-  if (state == State::differs)
+  if (state == Verdict::differs)
     text += detail::concat("  worst at ", worst_index, ": ", number("%.6g", worst_a), ", not ",
                            number("%.6g", worst_b));
   if (const auto cause = diagnosis(); !cause.empty()) text += "\n             " + cause;
@@ -237,7 +237,7 @@ std::string Comparison::describe(bool all) const {
   std::string text;
   std::size_t num_same = 0;
   for (const auto& t : tensors) {
-    const bool is_same = t.state == State::same;
+    const bool is_same = t.state == Verdict::same;
     num_same += is_same;
     if (all || !is_same) text += t.describe() + "\n";
   }
@@ -251,7 +251,7 @@ bool Comparison::same() const { return first_difference() == nullptr; }
 
 const ComparedTensor* Comparison::first_difference() const {
   for (const auto& t : tensors)
-    if (t.state != State::same) return &t;
+    if (t.state != Verdict::same) return &t;
   return nullptr;
 }
 
@@ -280,9 +280,9 @@ Comparison compare(const Compared& given_a, const Compared& given_b,
                 " the same name, ", c.other_name, "; choose patterns that keep them apart");
     double tolerance = 0;
     if (const auto found = b.by_name.find(c.other_name); found == b.by_name.end()) {
-      c.state = State::only_in_a;
+      c.state = Verdict::only_in_a;
     } else if (c.other_shape = found->second->shape; c.other_shape != c.shape) {
-      c.state = State::shape_differs;
+      c.state = Verdict::shape_differs;
     } else {
       compare_values(c, entry, *found->second);
       tolerance = options.tolerance.value_or(
@@ -296,15 +296,15 @@ Comparison compare(const Compared& given_a, const Compared& given_b,
   const double floor = num_compared ? 1e-3 * std::sqrt(all / num_compared) : 0;
   for (size_t i = 0; i < result.tensors.size(); ++i) {
     auto& c = result.tensors[i];
-    if (c.state != State::same) continue;
+    if (c.state != Verdict::same) continue;
     c.allowed = tolerances[i] * std::max(c.other_norm, floor);
-    if (!c.is_finite || !(c.error <= c.allowed)) c.state = State::differs;
+    if (!c.is_finite || !(c.error <= c.allowed)) c.state = Verdict::differs;
   }
   for (const auto& entry : b.order)
     if (!taken.contains(entry.name))
       result.tensors.push_back({.name = entry.name,
                                 .other_name = entry.name,
-                                .state = State::only_in_b,
+                                .state = Verdict::only_in_b,
                                 .other_shape = entry.shape});
   return result;
 }

@@ -23,9 +23,9 @@ struct CompareOptions {
 
 /// One name of A, or one that only B has.
 struct ComparedTensor {
-  enum class State { same, differs, shape_differs, only_in_a, only_in_b };
+  enum class Verdict { same, differs, shape_differs, only_in_a, only_in_b };
   std::string name, other_name;  // in A and in B
-  State state = State::same;
+  Verdict state = Verdict::same;
   std::vector<std::int64_t> shape, other_shape;
   double error = 0, allowed = 0;    // |a - b|, and what the tolerance allows
   double norm = 0, other_norm = 0;  // |a| and |b|
@@ -36,19 +36,19 @@ struct ComparedTensor {
   bool is_finite = true;
 
   double relative() const;
-  /// What the factor says, where it says something: "a is 2 times b: ...".
+  /// The meaning of the factor, if it has one: "a is 2 times b: ...".
   std::string diagnosis() const;
   /// All of it, as lines.
   std::string describe() const;
 };
 
 struct Comparison {
-  // In the order of A's files where somebody chose one, else in natural order (layers.2 before
+  // In the order of A's files if they have a chosen order, else in natural order (layers.2 before
   // layers.10); then what only B has.
   std::vector<ComparedTensor> tensors;
   bool same() const;
   const ComparedTensor* first_difference() const;
-  /// What the command prints: the tensors that differ, or all of them, and how many are the same.
+  /// The output of the command: the tensors that differ, or all of them, and how many are the same.
   std::string describe(bool all = false) const;
 };
 

@@ -67,8 +67,8 @@ std::filesystem::path take_checkpoint(config::Settings& settings,
                      "), and ", has, ", for which the golden file was recorded; leave it out"));
 }
 
-// What the settings say of the model must be true of the checkpoint.
-void check_model_settings(const config::Settings& settings, const config::GivenModel& given) {
+// The settings of the model must fit the checkpoint.
+void check_model_settings(const config::Settings& settings, const config::RequestedModel& given) {
   using config::Setting;
   const Config config = config::merged({}, given);
   const auto text_of = [](const Setting& s) {
@@ -90,14 +90,14 @@ void check_model_settings(const config::Settings& settings, const config::GivenM
       }
     }
     if (config::find_option(s.name)) continue;
-    const auto value = model_value(config, s.name);  // where there is none, the merge says so
+    const auto value = model_value(config, s.name);  // without a value, the merge says so
     if (value && converted(s, *value) != *value)
       refuse(s, detail::concat(given.origin, " has ", formats::to_toml(*value)));
   }
 }
 
 // The file has one micro-batch, its loss is only cross-entropy, and routers chose the experts.
-Config golden_config(config::Settings settings, const config::GivenModel& model,
+Config golden_config(config::Settings settings, const config::RequestedModel& model,
                      const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
   check_model_settings(settings, model);
   const auto num_sequences = input_ids_BL.size(0), length = input_ids_BL.size(1);
@@ -141,7 +141,7 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
   for (auto& t : table.tensors) t.name = "grad." + t.name;
   table.ignored = [&](std::string_view name) { return others.contains(std::string(name)); };
   checkpoint::check_names(source, table);
-  std::vector<checkpoint::Part> parts;
+  std::vector<checkpoint::TensorPart> parts;
   const OneRankScope scope;
   const auto shapes = models::make_model(model, {.device = at::kMeta, .lora = added.of()});
   shapes->each_param([&](Stored& w, bool) {

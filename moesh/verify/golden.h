@@ -1,9 +1,8 @@
 #pragma once
-// What another program computed for a checkpoint (tools/record_golden.py), and what a mesh
+// Compares what another program computed for a checkpoint (tools/record_golden.py) with what a mesh
 // computes.
 
 #include <filesystem>
-#include <string>
 
 #include "moesh/config/merge.h"
 #include "moesh/verify/verify.h"

@@ -126,7 +126,7 @@ Findings::Finding Findings::judge_unit(const RankTensor& tensor,
     if (count < kFewElements)
       rounding = std::max(rounding, root_mean_square(noise->second) * std::sqrt(count));
     allowed += kNoiseAllowed * rounding;
-    // What does not move at all is wrong by its size.
+    // The error of a tensor that does not move at all is its size.
     if (const double size = std::sqrt(square); tensor.movement && size > 3 * rounding)
       allowed = std::min(allowed, 0.9 * size);
   }

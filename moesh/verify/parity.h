@@ -19,7 +19,7 @@ namespace moesh::verify {
 /// Whole tensors by name, in forward order. Names of gradients are those of gradient_name.
 struct NamedTensors {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  /// What rounding does to each element, and what its error is multiplied with before they are
+  /// The noise of rounding in each element, and the factor of its error before they are
   /// compared (see noise.h); none: not known, and one.
   std::map<std::string, at::Tensor> noise = {}, weight = {};
   const at::Tensor& operator[](const std::string& name) const;
@@ -31,7 +31,7 @@ bool is_gradient(const std::string& name);
 
 double size_of(const at::Tensor& x);
 
-/// What a gradient has in the mean: the root of the mean square of their norms.
+/// The mean size of a gradient: the root of the mean square of their norms.
 double typical_gradient(const NamedTensors& run);
 
 /// How many times its noise a tensor may be off: a mesh rounds at other places than one rank, and
@@ -53,7 +53,7 @@ struct Movement {
   bool by_expert = false;  // each index of dim 0 is judged by itself
 };
 
-/// What a rank has of one tensor, and where it belongs in the whole.
+/// A rank's part of one tensor, and where it belongs in the whole.
 struct RankTensor {
   std::string name;
   at::Tensor value;
@@ -81,7 +81,7 @@ struct Mismatch {
   std::string describe(const MeshShape& mesh) const;
 };
 
-/// What every rank found, collected by name. A rank compares what it has: of a pipeline, the
+/// The findings of all ranks, collected by name. A rank compares what it has: of a pipeline, the
 /// tensors of its stages. |delta| <= kNoiseAllowed * noise + tolerance * max(|ref|, 1e-3 * |all
 /// gradients| / sqrt(their number)), the last for gradients, of which some are exactly zero.
 class Findings {

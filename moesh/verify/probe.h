@@ -1,5 +1,5 @@
 #pragma once
-// What verify sees of forward passes: the routing, recorded on one mesh and replayed on another,
+// Observes forward passes for verify: the routing, recorded on one mesh and replayed on another,
 // and the first and the last tensor of the model.
 
 #include <atomic>

@@ -23,7 +23,7 @@ std::optional<std::pair<int, int>> two_numbers(const std::string& text, char sep
 }
 
 // The chosen ones, in the order in which they were. (Fisher-Yates, stopped after `count`.)
-std::vector<SweepMesh> sampled(std::vector<SweepMesh> all, const Sample& sample) {
+std::vector<SweepMesh> sampled(std::vector<SweepMesh> all, const MeshSample& sample) {
   const Random random(sample.seed, "meshes of a sweep");
   std::vector<size_t> order(all.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;

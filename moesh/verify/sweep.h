@@ -11,7 +11,7 @@
 namespace moesh::verify {
 
 /// `count` different meshes, the same for a seed on every machine.
-struct Sample {
+struct MeshSample {
   int count;
   std::uint64_t seed = 0;
 };
@@ -32,14 +32,14 @@ struct SweepMesh {
   std::string describe() const;
 };
 
-/// Meshes of up to so many ranks go through every schedule; of larger ones each has one, in turn.
+/// Meshes of up to this many ranks go through every schedule; larger ones take one each, in turn.
 constexpr int kEverySchedule = 4;
 /// One in this many pipelines is tied: some of every schedule, since there are five schedules.
 constexpr int kEveryTied = 3;
 
 struct Sweep {
   int least_ranks = 1, most_ranks = 1;
-  std::optional<Sample> sample = {};
+  std::optional<MeshSample> sample = {};
   SweepShard shard = {};
   bool with_cp = true;  // false: only meshes whose cp is 1
 

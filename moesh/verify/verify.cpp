@@ -10,7 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/interrupt.h"
 #include "moesh/base/random.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/qk_clip.h"
@@ -475,7 +475,7 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
     settings.push_back({"training.global_batch_size",
                         fit(global, config.data.batch_size * shape.dp_replicate * shape.dp_shard),
                         origin});
-  return with_micro_batches(changed(config, settings, config::GivenModel{model, "--sweep"}),
+  return with_micro_batches(changed(config, settings, config::RequestedModel{model, "--sweep"}),
                             origin.text);
 }
 

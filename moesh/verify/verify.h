@@ -39,7 +39,7 @@ Config one_rank(const Config& config);
 std::string why_cut_alike(const Config& config);
 
 /// With one micro-batch more than its pipeline has ranks, enough for every rank to work on several
-/// at once, unless somebody has asked for another number.
+/// at once, unless the user has set another number.
 Config with_micro_batches(const Config& config, const std::string& origin);
 
 /// On a mesh, with heads, experts, layers and a global batch that it divides, and with a few
@@ -72,13 +72,13 @@ struct VerifyReport {
   /// it.
   bool is_in_doubt() const;
   void add_flips(const RoutingRecord& routing);
-  /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
+  /// The information to act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
   std::string describe(const MeshShape& mesh) const;
 };
 
 /// Launches the ranks of a mesh. What they throw is the report's error; an error before any of them
-/// began is no verdict on the mesh, and has its kind in launch_error.
+/// began is not a verdict on the mesh, and has its kind in launch_error.
 void launch_for(VerifyReport& report, const Config& config,
                 const std::function<void(comm::Group& world)>& f);
 

@@ -14,7 +14,7 @@ namespace moesh::verify {
 /// The configured mesh, or those of a sweep; throws Error (config) where both are given.
 std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& sweep);
 
-/// What one mesh came to.
+/// The result of one mesh.
 struct Verified {
   const Config& config;
   const VerifyReport& report;
@@ -23,8 +23,8 @@ struct Verified {
   const NamedTensors& values;  // of the mesh, where they are asked for
 };
 
-/// Every configuration for so many steps, one after the other. Meshes on which the run has the same
-/// numbers share a reference.
+/// Runs every configuration for this many steps, one after the other. Meshes on which the run has
+/// the same numbers share a reference.
 void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
                 const std::function<void(const Verified& verified)>& each);
 

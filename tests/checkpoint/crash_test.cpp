@@ -20,9 +20,9 @@ using std::filesystem::path;
 
 constexpr std::int64_t kRows = 6, kColumns = 5;
 
-std::vector<Part> parts_of(int rank, int num_ranks, double value) {
+std::vector<TensorPart> parts_of(int rank, int num_ranks, double value) {
   const std::int64_t rows = kRows / num_ranks;
-  std::vector<Part> parts;
+  std::vector<TensorPart> parts;
   for (const char* name : {"a", "b"})
     parts.push_back({.name = name,
                      .shape = {kRows, kColumns},

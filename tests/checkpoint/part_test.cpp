@@ -64,8 +64,8 @@ DiskTable stacked_in_out(bool interleaved) {
   return table;
 }
 
-std::vector<Part> experts(const Region& region, bool filled) {
-  std::vector<Part> parts;
+std::vector<TensorPart> experts(const Region& region, bool filled) {
+  std::vector<TensorPart> parts;
   for (const char* name : {"w1", "w3"}) {
     at::Tensor whole = at::arange(E * F * D, at::kFloat).reshape({E, F, D}) +
                        (name == std::string("w1") ? 0 : 1000);
@@ -88,7 +88,7 @@ TEST(Layouts, InOutHalvesAndInterleavedAreWhatTorchMakesOfThem) {
     const TemporaryFolder folder;
     const auto plan = plan_files("model", table.tensors, 1 << 20);
     const auto path = folder.path() / "model.safetensors";
-    OutputFile out(path, OutputFile::Mode::create);
+    CheckpointFile out(path, CheckpointFile::Mode::create);
     out.reserve(plan[0].size);
     out.write(0, plan[0].header);
     // Written in four uneven pieces, read in three others.
@@ -128,10 +128,10 @@ TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
     table.tensors[0].dtype = formats::Dtype::f32;
     const at::Tensor whole = at::arange(num_elements(shape), at::kFloat).reshape(shape);
     const auto plan = plan_files("model", table.tensors, 1);
-    OutputFile out(folder.path() / "model.safetensors", OutputFile::Mode::create);
+    CheckpointFile out(folder.path() / "model.safetensors", CheckpointFile::Mode::create);
     out.reserve(plan[0].size);
     out.write(0, plan[0].header);
-    const std::vector<Part> all{
+    const std::vector<TensorPart> all{
         {.name = "w", .region = {Sizes(shape.size(), 0), shape}, .owned = true, .value = whole}};
     write_tensor(out, plan[0].tensors[0], by_name(all));
     const auto source = TensorFolder::weights(folder.path());
@@ -144,7 +144,7 @@ TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
         box.length.push_back(1 + random() % (shape[d] - box.start[d]));
         wanted = wanted.narrow(d, box.start[d], box.length[d]);
       }
-      const Part part{
+      const TensorPart part{
           .name = "w", .region = box, .owned = true, .value = at::zeros(box.length, at::kDouble)};
       Loader(source, table).load({part});
       EXPECT_TRUE(at::equal(part.value, wanted.to(at::kDouble))) << box.start << box.length;

@@ -8,12 +8,12 @@ namespace {
 // Counts its steps for each parameter, in its own type and shape, beside a copy of the gradient.
 class Counting final : public optim::Rule {
  public:
-  optim::Sees sees() const override { return optim::Sees::parameter; }
+  optim::RuleScope scope() const override { return optim::RuleScope::parameter; }
   std::vector<optim::StateSpec> state(const Stored&) const override {
     return {{.name = "last"},
             {.name = "count", .dtype = at::kLong, .shape = std::vector<std::int64_t>{3}}};
   }
-  void update(const std::vector<optim::Moving>& params,
+  void update(const std::vector<optim::ParamInStep>& params,
               const optim::RuleStep& step) const override {
     for (const auto& p : params) {
       step.write(p.state[0], step.clipped(p));

@@ -237,7 +237,7 @@ def mpi_lost_rank_leaves_records(tmp, moesh, mpirun):
     finally:
         run.kill()
     assert run.returncode == 6, f"exit code {run.returncode}\n{out}{err}"
-    assert "rank 1 did not come within 2 s" in err, err
+    assert "rank 1 did not arrive within 2 s" in err, err
     record = (tmp / "flight-rank-00000.txt").read_text()
     assert 10 < record.count("\n") <= 256 and "NOT ENDED" in record, record
 
@@ -277,7 +277,7 @@ def mpi_killed_in_a_schedule(tmp, moesh_with_faults, mpirun):
     # Rank 2 is at the backward of micro-batch 1: rank 3 waits for nobody yet, or for an activation,
     # and ranks 1 and 0 for this gradient and the one after it.
     waits = "recv of [0-9]+ bytes on group 'pp', in backward of stage 1 for micro-batch 1"
-    stop = f"rank 1 of pp, backward of stage 1 for micro-batch 1: rank 1 waited in recv.* rank 2 did not come within 5 s"
+    stop = f"rank 1 of pp, backward of stage 1 for micro-batch 1: rank 1 waited in recv.* rank 2 did not arrive within 5 s"
     stopped, records = run("stopped", f"B2.1 3 {signal.SIGSTOP.value} 2", "--tag-output")
     assert stopped.returncode == 6, f"{stopped.returncode}\n{stopped.stderr}"
     assert re.search(stop, stopped.stderr), stopped.stderr

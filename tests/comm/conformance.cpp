@@ -618,7 +618,7 @@ void bad_arguments_are_refused(Group& g, const Setup& s) {
   expect_error([&] { g.all_gather(x, Rows(n, 99)); }, {"all_gather", name, "holds", "says 99"});
   expect_error([&] { g.all_gather(x, Rows(n, -1)); }, {"all_gather", name, "has a negative entry"});
   expect_error([&] { g.reduce_scatter(x, Rows(n, 5)); },
-               {"reduce_scatter", name, "does not add up to the", "rows at hand"});
+               {"reduce_scatter", name, "does not add up to the", "rows of the tensor"});
   expect_error([&] { g.all_to_all(x, Rows(n, 5), Rows(n, 5)); },
                {"all_to_all", name, "send", "does not add up"});
   expect_error([&] { g.all_to_all(x, Rows(n, 2), Rows(n, 3)); },

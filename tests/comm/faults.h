@@ -112,7 +112,7 @@ inline const std::vector<Fault>& all() {
          std::this_thread::sleep_for(std::chrono::seconds(2));
          g.all_reduce(at::ones({3}));
        },
-       {waited, "rank 1 did not come within 0.8 s"},
+       {waited, "rank 1 did not arrive within 0.8 s"},
        [](Group& g) { g.all_reduce(at::ones({3})); },
        std::chrono::milliseconds(800)},
       {"throws_before_a_message",
@@ -133,7 +133,7 @@ inline const std::vector<Fault>& all() {
          std::this_thread::sleep_for(std::chrono::seconds(2));
          send_all(g, at::ones({3}));
        },
-       {waited_for_message + "rank 1 did not come within 0.8 s"},
+       {waited_for_message + "rank 1 did not arrive within 0.8 s"},
        receive,
        std::chrono::milliseconds(800)},
       {"message_of_other_sizes",

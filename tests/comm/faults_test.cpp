@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 
-#include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 
 namespace moesh::comm {
@@ -81,7 +80,7 @@ TEST(ThreadFault, TwoGroupsInTheWrongOrder) {
     (world.rank() == 0 ? *twin : world).all_reduce(at::ones({2}));
   });
   const std::string all = texts[0] + texts[1];
-  expect_contains(all, "did not come within 0.5 s");
+  expect_contains(all, "did not arrive within 0.5 s");
   expect_contains(all, "all_reduce(sum, float32 [2]), operation ");
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <thread>
@@ -66,7 +65,7 @@ TEST(Flight, NamesWhatWaits) {
     }
     std::optional<Handle> early;
     {
-      const flight::Doing doing("the first");
+      const flight::ActivityScope doing("the first");
       early.emplace(world.start_recv({2}, at::kFloat, 0));
     }
     EXPECT_FALSE(flight::waiting(*flight::current()));
@@ -80,7 +79,7 @@ TEST(Flight, NamesWhatWaits) {
       world.barrier();
     });
     {
-      const flight::Doing doing("the second");
+      const flight::ActivityScope doing("the second");
       early->wait();
     }
     asks.join();

@@ -38,7 +38,7 @@ bool has_all(const std::string& text, const std::vector<std::string>& parts) {
 
 std::vector<faults::Fault> all_faults() {
   auto all = faults::all();
-  const std::string late = "operation 2 of group 'world': rank 1 did not come within 1.5 s";
+  const std::string late = "operation 2 of group 'world': rank 1 did not arrive within 1.5 s";
   all.push_back({.name = "stopped",
                  .rank_1 = [](Group&) { std::raise(SIGSTOP); },
                  .texts = {late},

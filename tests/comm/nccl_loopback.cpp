@@ -67,10 +67,10 @@ class Queue {
 class HostStream final : public CommStream {
  public:
   void* handle() override { return this; }
-  std::shared_ptr<Origin> here() override { return std::make_shared<Origin>(); }
-  void follow(const Origin&) override {}
+  std::shared_ptr<StreamOrigin> here() override { return std::make_shared<StreamOrigin>(); }
+  void follow(const StreamOrigin&) override {}
   void run(const std::function<void()>& f) override { queue_.push(f); }
-  std::shared_ptr<Mark> mark(const Origin&) override {
+  std::shared_ptr<Mark> mark(const StreamOrigin&) override {
     auto mark = std::make_shared<HostMark>();
     queue_.push([mark] { mark->reach(); });
     return mark;

@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "conformance.h"
-#include "moesh/base/error.h"
 #include "moesh/comm/tcp/tcp_world.h"
 
 using namespace moesh::comm;

@@ -7,7 +7,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <thread>
 
 #include "conformance.h"
@@ -177,11 +176,11 @@ class Links {
 
   std::unique_ptr<TcpLink> make(int rank, const std::string& secret,
                                 std::chrono::milliseconds timeout, int size = 0) const {
-    return std::make_unique<TcpLink>(Meeting{.address = "127.0.0.1",
-                                             .port = rank == 0 && !links_[0] ? 0 : port(),
-                                             .rank = rank,
-                                             .size = size ? size : size_,
-                                             .secret = secret},
+    return std::make_unique<TcpLink>(Rendezvous{.address = "127.0.0.1",
+                                                .port = rank == 0 && !links_[0] ? 0 : port(),
+                                                .rank = rank,
+                                                .size = size ? size : size_,
+                                                .secret = secret},
                                      timeout);
   }
   int port() const { return links_[0] ? links_[0]->port() : 0; }
@@ -285,8 +284,8 @@ TEST(Tcp, AStrangerIsTurnedAwayAndDisturbsNobody) {
 TEST(Tcp, IdleConnectionsKeepNoRankOut) {
   for (const bool says_hello : {false, true}) {
     SCOPED_TRACE(says_hello);
-    const Meeting zero{.address = "127.0.0.1", .rank = 0, .size = 2, .secret = kSecret};
-    Meeting one = zero;
+    const Rendezvous zero{.address = "127.0.0.1", .rank = 0, .size = 2, .secret = kSecret};
+    Rendezvous one = zero;
     const TcpLink first(zero, 5s);
     one.rank = 1;
     one.port = first.port();
@@ -304,21 +303,21 @@ TEST(Tcp, IdleConnectionsKeepNoRankOut) {
 TEST(Tcp, AFalseHubIsNoticed) {
   const Hub hub(
       {.address = "127.0.0.1", .rank = 0, .size = 2, .secret = "another secret of many letters"});
-  const Meeting mine{
+  const Rendezvous mine{
       .address = "127.0.0.1", .port = hub.port(), .rank = 1, .size = 2, .secret = kSecret};
   expect_parts(error_of([&] { TcpLink(mine, 5s); }, ErrorKind::config),
                {"does not know MOESH_SECRET", "MOESH_PORT"});
 }
 
 TEST(Tcp, RankZeroThatIsNotThereIsNamedInTime) {
-  const Meeting mine{.address = "127.0.0.1", .port = 1, .rank = 1, .size = 2, .secret = kSecret};
+  const Rendezvous mine{.address = "127.0.0.1", .port = 1, .rank = 1, .size = 2, .secret = kSecret};
   expect_parts(error_of([&] { TcpLink(mine, 300ms); }, ErrorKind::comm),
                {"rank 0 cannot be reached at 127.0.0.1:1", "refused", "MASTER_ADDR"});
 }
 
 TEST(Tcp, SomethingElseAtThePortThatDoesNotAnswerIsNamedInTime) {
   const Descriptor mute = listen_at("127.0.0.1", 0);
-  const Meeting mine{
+  const Rendezvous mine{
       .address = "127.0.0.1", .port = port_of(mute), .rank = 1, .size = 2, .secret = kSecret};
   expect_parts(error_of([&] { TcpLink(mine, 300ms); }, ErrorKind::comm),
                {"rank 1 waited for rank 0", "did not answer in time"});
@@ -326,7 +325,7 @@ TEST(Tcp, SomethingElseAtThePortThatDoesNotAnswerIsNamedInTime) {
 
 TEST(Tcp, APortThatIsTakenIsNamed) {
   const Links links(1);
-  const Meeting mine{
+  const Rendezvous mine{
       .address = "127.0.0.1", .port = links.port(), .rank = 0, .size = 2, .secret = kSecret};
   expect_parts(error_of([&] { TcpLink(mine, 5s); }, ErrorKind::config),
                {"cannot listen at", "MOESH_PORT"});
@@ -353,7 +352,7 @@ TEST(Tcp, ARankThatComesLateIsNamed) {
         world.barrier();
       },
       {.timeout = 500ms});
-  expect_parts(faults[0], {"rank 2 did not come within 0.5 s"});
+  expect_parts(faults[0], {"rank 2 did not arrive within 0.5 s"});
 }
 
 }  // namespace

@@ -285,13 +285,14 @@ auto rows_and_scores(const Shards& rows, const Shards& scores, const Splits& siz
 #endif
 
 #if defined(FAIL_keys_fetched_that_are_there)
-// expect: with_reach takes a rank's own tokens (T)
-auto keys(const Tensor<Dense{T, R, F}>& k, const Along& pieces, const std::vector<Reach>& seen) {
-  return with_reach<cp>(k, pieces, seen);
+// expect: gather_ranges takes a rank's own tokens (T)
+auto keys(const Tensor<Dense{T, R, F}>& k, const SplitDim& pieces,
+          const std::vector<PositionRange>& seen) {
+  return gather_ranges<cp>(k, pieces, seen);
 }
 #else
-auto keys(const Columns& k, const Along& pieces, const std::vector<Reach>& seen) {
-  return with_reach<cp>(k, pieces, seen);
+auto keys(const Columns& k, const SplitDim& pieces, const std::vector<PositionRange>& seen) {
+  return gather_ranges<cp>(k, pieces, seen);
 }
 #endif
 

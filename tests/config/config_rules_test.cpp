@@ -91,7 +91,7 @@ void expect_case(const Case& c) {
 // Values that the range or the choices of an option exclude.
 std::vector<Value> excluded(const Option& o) {
   const Value initial = o.initial();
-  const Rule& rule = o.rule;
+  const ValueRule& rule = o.rule;
   if (std::holds_alternative<std::string>(initial))
     return rule.choices.empty() ? std::vector<Value>{} : std::vector<Value>{std::string("other")};
   std::vector<Value> values;

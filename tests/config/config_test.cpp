@@ -361,21 +361,22 @@ TEST(Config, AVariationIsANewOne) {
 TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
   auto model = models::built_in<models::GptOssConfig>("tiny");
   model.num_heads = 12, model.num_kv_heads = 6;
-  const Config config = merged(mesh_settings({.tp = 3}, "test"), GivenModel{model, "a file"});
+  const Config config = merged(mesh_settings({.tp = 3}, "test"), RequestedModel{model, "a file"});
   EXPECT_EQ(config.model.name, "gpt_oss");
   EXPECT_EQ(model_value(config, "model.num_heads"), Value{std::int64_t{12}});
   EXPECT_EQ(describe_option(config, "model.num_heads"), "model.num_heads is 12 (a file)");
   EXPECT_EQ(config.origin("model.name").text, "a file");
   EXPECT_EQ(config.origin("model.size").text, "a file");
   const auto size_of = [&](const std::string& size) {
-    return changed(load_config({"--model=deepseek_v3:" + size}), {}, GivenModel{model, "a file"})
+    return changed(load_config({"--model=deepseek_v3:" + size}), {},
+                   RequestedModel{model, "a file"})
         .model.size;
   };
   const auto sizes = models::model_sizes("gpt_oss");
   EXPECT_EQ(size_of("671b"), sizes.front());
   EXPECT_EQ(size_of("tiny"), "tiny");
   EXPECT_EQ(size_of("debug"), "debug");
-  EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), GivenModel{model, "a file"}), Error);
+  EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), RequestedModel{model, "a file"}), Error);
 }
 
 TEST(Config, NumbersAreWhatTheTableSaysAndTheKeysOfTheModel) {

@@ -157,9 +157,9 @@ TEST(BestFit, RefusesWhatHoldsNothingToLearn) {
 }
 
 // What is read once is padding from its end on: nothing is learned there.
-TEST(Once, EndsInPadding) {
+TEST(OneEpoch, EndsInPadding) {
   const PackedDataset data(make_store(corpus_of({10})), 3, 0, false);
-  const Once once(data);
+  const OneEpoch once(data);
   ASSERT_EQ(*once.size(), 3);
   for (std::int64_t i = 0; i < 3; ++i) EXPECT_EQ(once.get(i).tokens, data.get(i).tokens);
   const Batch batch = make_batch(once, 2, 3);

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 
-STOP = re.compile(r"^- `([\w/.]+)`", re.M)
+from pages_test import files_of_walk
+
 NAME = re.compile(r"([A-Za-z_~]\w*)\(")
 
 # What gdb runs: PROGRAM and OUT are put in.
@@ -106,7 +107,7 @@ def main(root, moesh, symbols=None):
         entered = symbols_of_a_run(pathlib.Path(moesh).resolve(), [*words, "--steps=2"])
     found = sources_of(root, entered)
     assert len(found) > 100, sorted(found)
-    missing = sorted(found - set(STOP.findall(page)))
+    missing = sorted(found - set(files_of_walk(page)))
     assert not missing, "docs/walk.md does not list\n  " + "\n  ".join(missing)
     print(f"{len(entered)} functions of {len(found)} sources, and all of these are listed")
 

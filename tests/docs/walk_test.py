@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The example of docs/data.md, command by command as it is written, with fewer steps.
+"""The example of docs/example.md, command by command as it is written, with fewer steps.
 
 walk_test.py ROOT MOESH
 """
@@ -17,14 +17,13 @@ SHORTER = {"steps = 300": "steps = 6", "interval = 100": "interval = 3", "--step
 
 
 def commands(page):
-    """All blocks of commands of the section."""
-    section = page.split("## Example", 1)[1].split("\n## ", 1)[0]
-    return re.findall(r"^```sh\n(.*?)^```", section, re.M | re.S)
+    """All blocks of commands of the page."""
+    return re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
 
 
 def main(root, moesh):
     root = pathlib.Path(root).resolve()
-    blocks = commands((root / "docs" / "data.md").read_text(encoding="utf-8"))
+    blocks = commands((root / "docs" / "example.md").read_text(encoding="utf-8"))
     assert len(blocks) >= 6, blocks
     text = "\n".join(blocks)
     for old, new in SHORTER.items():

@@ -462,14 +462,14 @@ TEST(Estimate, ChoosesTheDispatcherOfTheRunThatItPlans) {
     return estimate(c).moved();
   };
   const Config c = load({"--model=deepseek_v3:tiny", "--mesh=dp_shard=2,ep=2"});
-  const auto choice = [&](nn::Exchange exchange) {
+  const auto choice = [&](nn::Transport exchange) {
     return to_string(
         nn::resolve(nn::Dispatcher::automatic, mesh_shape(c), train::router_shape(c), exchange));
   };
-  ASSERT_NE(choice(nn::Exchange::nccl), choice(nn::Exchange::threads_on_gpu));
+  ASSERT_NE(choice(nn::Transport::nccl), choice(nn::Transport::threads_on_gpu));
   ASSERT_NE(sent("cuda", "all_to_all"), sent("cuda", "all_gather"));
-  EXPECT_EQ(sent("cuda", "auto"), sent("cuda", choice(nn::Exchange::nccl)));
-  EXPECT_EQ(sent("cpu", "auto"), sent("cpu", choice(nn::Exchange::threads_on_cpu)));
+  EXPECT_EQ(sent("cuda", "auto"), sent("cuda", choice(nn::Transport::nccl)));
+  EXPECT_EQ(sent("cpu", "auto"), sent("cpu", choice(nn::Transport::threads_on_cpu)));
 }
 
 // In turn over the experts every rank sends the same: what the dry run of one says, all ranks

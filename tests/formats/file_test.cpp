@@ -67,7 +67,7 @@ TEST(File, AConfigurationMayComeThroughAPipe) {
   // Nobody writes; somebody writes and does not end.
   expect_parts(
       error_of([&] { read_file_or_pipe(pipe, ErrorKind::config, 1000, 0.2); }, ErrorKind::config),
-      {"nobody wrote to it within 0.2 s"});
+      {"nothing was written to it within 0.2 s"});
   const int open_end = ::open(pipe.c_str(), O_RDWR);
   ASSERT_EQ(::write(open_end, "a = 1", 5), 5);
   expect_parts(

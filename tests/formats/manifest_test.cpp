@@ -1,7 +1,5 @@
 #include "moesh/formats/manifest.h"
 
-#include <limits>
-
 #include "moesh/base/random.h"
 #include "tests/support.h"
 
@@ -142,7 +140,7 @@ TEST(BlockSums, AreThoseOfTheWholeWhoeverAddsThePieces) {
     at += count;
   }
   for (std::size_t b = 0; b < 2; ++b) {
-    BlockSums::Block both;
+    BlockSums::BlockSum both;
     for (const BlockSums* half : {&even, &odd})
       if (b < half->blocks().size()) {
         both.sum += half->blocks()[b].sum;

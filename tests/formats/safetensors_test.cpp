@@ -2,7 +2,6 @@
 
 #include <cstring>
 #include <limits>
-#include <numeric>
 
 #include "moesh/base/random.h"
 #include "tests/support.h"

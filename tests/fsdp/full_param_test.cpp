@@ -17,7 +17,7 @@ using enum Place;
 // Sizes that nothing divides. The last one is cut twice along one dimension.
 template <class Fn>
 void each_param(Fn f) {
-  const Init init{.kind = Init::Kind::normal, .seed = 3};
+  const Init init{.kind = Init::Distribution::normal, .seed = 3};
   const auto spec = [](const char* name, std::vector<std::int64_t> shape,
                        std::vector<std::pair<Axes, std::int64_t>> cuts, std::int64_t storage_dim) {
     return ParamSpec{.name = name,

@@ -22,7 +22,7 @@ namespace {
 
 using enum Place;
 
-const Init kNormal{.kind = Init::Kind::normal, .scale = 0.5, .seed = 42};
+const Init kNormal{.kind = Init::Distribution::normal, .scale = 0.5, .seed = 42};
 
 at::Tensor slice(at::Tensor x, const Region& r) {
   for (size_t d = 0; d < r.start.size(); ++d)
@@ -54,7 +54,8 @@ TEST(Param, InitialValuesDoNotDependOnTheMesh) {
   on_mesh({}, [&](const Mesh&) {
     w = Param<Dense{I, I, F}>(dense_spec(), kNormal).stored().value.detach();
     experts = Param<Sparse{I, E, F}>(expert_spec(), kNormal).stored().value.detach();
-    norm = Param<Dense{I, I, I}>(norm_spec(), {.kind = Init::Kind::uniform, .scale = 2, .seed = 1})
+    norm = Param<Dense{I, I, I}>(norm_spec(),
+                                 {.kind = Init::Distribution::uniform, .scale = 2, .seed = 1})
                .stored()
                .value.detach();
   });
@@ -68,7 +69,7 @@ TEST(Param, InitialValuesDoNotDependOnTheMesh) {
       const Param<Dense{I, I, F}> a(dense_spec(), kNormal);
       const Param<Sparse{I, E, F}> b(expert_spec(), kNormal);
       const Param<Dense{I, I, I}> c(norm_spec(),
-                                    {.kind = Init::Kind::uniform, .scale = 2, .seed = 1});
+                                    {.kind = Init::Distribution::uniform, .scale = 2, .seed = 1});
       EXPECT_TRUE(at::equal(a.stored().value.detach(), slice(w, a.stored().shard)))
           << mesh.shape().describe();
       EXPECT_TRUE(at::equal(b.stored().value.detach(), slice(experts, b.stored().shard)))
@@ -329,9 +330,11 @@ TEST(Param, InitialValuesAreTheStreamOfItsName) {
   random.normals(0, normals);
   using Uncut = Param<Dense{I, I, I}>;
   const at::Tensor normal =
-      local(value(Uncut(spec, {.kind = Init::Kind::normal, .scale = 0.5, .seed = 42}))).flatten();
+      local(value(Uncut(spec, {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 42})))
+          .flatten();
   const at::Tensor uniform =
-      local(value(Uncut(spec, {.kind = Init::Kind::uniform, .scale = 0.5, .seed = 42}))).flatten();
+      local(value(Uncut(spec, {.kind = Init::Distribution::uniform, .scale = 0.5, .seed = 42})))
+          .flatten();
   at::set_num_threads(before);
   const auto *n = normal.const_data_ptr<double>(), *u = uniform.const_data_ptr<double>();
   for (size_t i = 0; i < normals.size(); ++i) {
@@ -348,7 +351,8 @@ TEST(Param, AShardHasTheInitialValuesOfTheWhole) {
     at::set_num_threads(3);
     ParamSpec spec = whole;
     spec.cuts = {{tp, 1}};
-    const Param<Dense{I, I, F}> w(spec, {.kind = Init::Kind::uniform, .scale = 0.5, .seed = 42});
+    const Param<Dense{I, I, F}> w(spec,
+                                  {.kind = Init::Distribution::uniform, .scale = 0.5, .seed = 42});
     const at::Tensor mine = local(value(w)).contiguous();
     const auto* x = mine.const_data_ptr<double>();
     for (std::int64_t i = 0; i < mine.numel(); ++i) {
@@ -379,7 +383,8 @@ TEST(DeviceRandom, HasTheNumbersOfTheHost) {
 
 TEST(DeviceRandom, FillsABoxOfATensor) {
   for (const std::int64_t columns : {10, 9})
-    for (const auto kind : {Init::Kind::normal, Init::Kind::uniform, Init::Kind::ones})
+    for (const auto kind :
+         {Init::Distribution::normal, Init::Distribution::uniform, Init::Distribution::ones})
       for (const std::int64_t first : {0, 1, 4})  // lines that begin at a pair, and within one
         for (const std::int64_t width : {1, 4, 5}) {
           const Init init{.kind = kind, .scale = 0.3, .seed = 9};
@@ -392,8 +397,8 @@ TEST(DeviceRandom, FillsABoxOfATensor) {
             const std::int64_t a = i / (2 * width) + 1, b = i / width % 2 + 4,
                                c = i % width + first;
             const auto index = static_cast<std::uint64_t>((a * 6 + b) * columns + c);
-            const double expected = kind == Init::Kind::normal ? 0.3 * random.normal(index)
-                                    : kind == Init::Kind::uniform
+            const double expected = kind == Init::Distribution::normal ? 0.3 * random.normal(index)
+                                    : kind == Init::Distribution::uniform
                                         ? 0.3 * (2 * random.uniform(index) - 1)
                                         : 0.3;
             EXPECT_NEAR(box.flatten()[i].item<double>(), expected, 1e-14) << a << b << c;

@@ -20,7 +20,7 @@ class Recompute : public testing::Test {
   Mesh mesh_{*world_, {}};
   MeshScope scope_{mesh_};
   Param<Dense{I, I, I}> w_{{.name = "w", .shape = {4, 4}, .dtype = at::kDouble},
-                           {.kind = Init::Kind::normal, .seed = 1}};
+                           {.kind = Init::Distribution::normal, .seed = 1}};
   int num_calls_ = 0, num_again_ = 0;
 
   // A function of x and of a parameter, with an output that is not there and one of integers.

@@ -75,7 +75,7 @@ ReduceResult run(const Mesh& mesh, bool later) {
                                   .dtype = at::kFloat,
                                   .compute = at::kBFloat16,
                                   .device = test_device()},
-                        Init{.kind = Init::Kind::normal, .scale = 0.3, .seed = 1});
+                        Init{.kind = Init::Distribution::normal, .scale = 0.3, .seed = 1});
   ReduceResult r;
   const comm::Trace trace;
   StepState reductions(later);
@@ -186,7 +186,7 @@ TEST(Reduce, OfOneRankWidensAGradientToAddToIt) {
                                  .dtype = at::kFloat,
                                  .compute = at::kBFloat16,
                                  .device = test_device()},
-                                {.kind = Init::Kind::normal});
+                                {.kind = Init::Distribution::normal});
   const Stored& stored = w.stored();
   at::Tensor sum = at::zeros({5, 4}, stored.value.detach().options());
   for (int micro = 0; micro < 3; ++micro) {
@@ -209,7 +209,7 @@ TEST(Reduce, IsDoneAtOnceWithoutAScope) {
         const MeshScope scope(mesh);
         const Param<Dense{I, I, I}> w(
             {.name = "w", .shape = {4}, .dtype = at::kDouble, .device = test_device()},
-            {.kind = Init::Kind::ones});
+            {.kind = Init::Distribution::ones});
         const auto pass = [&] {
           const auto x = as_leaf(assume<Dense{T, T, T}>(
               at::ones({3, 4}, at::TensorOptions(at::kDouble).device(test_device()))));

@@ -29,7 +29,7 @@ ReshardResult run_reshard(const Mesh& mesh, bool reshard) {
                                   .storage_dim = i % 2,
                                   .dtype = at::kDouble,
                                   .device = test_device()},
-                        Init{.kind = Init::Kind::normal, .scale = 0.05, .seed = 1});
+                        Init{.kind = Init::Distribution::normal, .scale = 0.05, .seed = 1});
   const auto x = as_leaf(assume<Dense{T, T, T}>(at::full(
       {3, n}, 0.1 * (mesh.rank() + 1), at::TensorOptions(at::kDouble).device(test_device()))));
   StepState::current()->reset_bytes();
@@ -89,7 +89,7 @@ TEST(Reshard, GivesTheMemoryOfAGatherBack) {
         const StepState state;
         const Param<Dense{I, I, I}> w(
             {.name = "w", .shape = {6, 4}, .dtype = at::kDouble, .device = test_device()},
-            {.kind = Init::Kind::ones});
+            {.kind = Init::Distribution::ones});
         const auto x = as_leaf(assume<Dense{T, T, T}>(
             at::ones({3, 4}, at::TensorOptions(at::kDouble).device(test_device()))));
         ReshardScope gathers;
@@ -138,7 +138,7 @@ TEST(Reshard, APrefetchThatAnUpdateOvertookIsNotUsed) {
         const StepState state;
         const Param<Dense{I, I, I}> w(
             {.name = "w", .shape = {6}, .dtype = at::kDouble, .device = test_device()},
-            {.kind = Init::Kind::ones});
+            {.kind = Init::Distribution::ones});
         prefetch({&w.stored()});
         {
           const at::NoGradGuard no_grad;
@@ -166,7 +166,7 @@ TEST(Reshard, PrefetchesInOneMessage) {
                                                  .dtype = at::kFloat,
                                                  .compute = compute,
                                                  .device = test_device()},
-                                       Init{.kind = Init::Kind::normal, .seed = 3});
+                                       Init{.kind = Init::Distribution::normal, .seed = 3});
         };
         const Param<Dense{I, I, I}> all[] = {
             make("a", {7, 3}, 0, at::kFloat), make("b", {4, 5, 2}, 1, at::kFloat),
@@ -196,7 +196,7 @@ TEST(Reshard, GathersCopies) {
                                  .dtype = at::kFloat,
                                  .compute = at::kBFloat16,
                                  .device = test_device()},
-                                {.kind = Init::Kind::ones});
+                                {.kind = Init::Distribution::ones});
         raw::keep_copy(w.stored());
         EXPECT_EQ(local(use(w)).sum().item<double>(), 4);
         w.stored().copy->value.fill_(3);  // as nobody does: what is read shows
@@ -311,7 +311,8 @@ TEST(Reshard, GivesTheMemoryOfACastBackAndCastsAgain) {
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   const StepState state;
-  const Param<Dense{I, I, I}> w(cast_spec(), {.kind = Init::Kind::normal, .scale = 1, .seed = 3});
+  const Param<Dense{I, I, I}> w(cast_spec(),
+                                {.kind = Init::Distribution::normal, .scale = 1, .seed = 3});
   const auto x = as_leaf(assume<Dense{T, T, T}>(
       at::ones({3, 4}, at::TensorOptions(at::kBFloat16).device(test_device()))));
   const std::int64_t before = StepState::current()->bytes().now, one = 6 * 4 * 2;
@@ -364,7 +365,7 @@ TEST(ComputeCopy, FollowsItsWeight) {
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   const StepState state;
-  Param<Dense{I, I, I}> w(cast_spec(), {.kind = Init::Kind::normal, .scale = 1, .seed = 3});
+  Param<Dense{I, I, I}> w(cast_spec(), {.kind = Init::Distribution::normal, .scale = 1, .seed = 3});
   Stored& stored = w.stored();
   raw::keep_copy(stored);
   ASSERT_TRUE(stored.copy);

@@ -21,7 +21,7 @@ Param<Dense{I, I, I}> matrix(const std::string& name, std::int64_t rows, std::in
                                 .storage_dim = 0,
                                 .dtype = at::kDouble,
                                 .device = test_device()},
-                               Init{.kind = Init::Kind::normal, .scale = 1, .seed = 1});
+                               Init{.kind = Init::Distribution::normal, .scale = 1, .seed = 1});
 }
 
 at::Tensor numbers(std::int64_t rows, std::int64_t columns) {
@@ -42,7 +42,7 @@ TEST(WeightsLater, IsThatOfTheStep) {
   EXPECT_FALSE(later());
   outer.leave_weights();
   EXPECT_EQ(later(), outer.weights_later);
-  EXPECT_FALSE(raw::later_of(local(use(w, raw::Late::never))));
+  EXPECT_FALSE(raw::later_of(local(use(w, raw::LateGradient::never))));
   EXPECT_FALSE(raw::later_of(local(use(w)) * 2)) << "made of it";
   EXPECT_FALSE(raw::later_of({}));
   {
@@ -111,7 +111,7 @@ TEST(WeightsLater, LeavesTheSumOfWhatHasItsGradientAtOnce) {
         const at::Tensor expected = at::full({2, 3}, 1.0 + 2.0, w.stored().value.options());
         ASSERT_TRUE(w.stored().value.grad().defined());
         EXPECT_TRUE(at::equal(w.stored().value.grad(), expected));
-        const at::Tensor of_now = local(use(w, raw::Late::never));
+        const at::Tensor of_now = local(use(w, raw::LateGradient::never));
         raw::run_backward([&] { (of_now * 2).sum().backward(); });
         EXPECT_TRUE(at::equal(w.stored().value.grad(), expected + 4));
         EXPECT_EQ(step.take_weights().size(), 0u);

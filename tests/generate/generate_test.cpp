@@ -77,10 +77,11 @@ void expect_logits_of_the_whole(const MeshShape& shape, bool sp = true) {
     const Config config = config_of(name, shape, sp);
     on_mesh(shape, [&](comm::Group&) {
       const auto model = train::make_model(config);
-      nn::PastOfLayers past;
+      nn::ModelKvCache kv_cache;
       for (std::int64_t begin = 0, end = kPrompt; end <= kLength; begin = end, ++end) {
-        const at::Tensor found_V = model->next_logits(some_ids().narrow(1, begin, end - begin),
-                                                      past, train::step_options(config).forward)[0];
+        const at::Tensor found_V =
+            model->next_logits(some_ids().narrow(1, begin, end - begin), kv_cache,
+                               train::step_options(config).forward)[0];
         const double error = (found_V - wanted_LV[end - 1]).abs().max().item<double>();
         EXPECT_LT(error, 1e-11) << name << " on " << shape.describe() << ", token " << end;
       }
@@ -88,17 +89,17 @@ void expect_logits_of_the_whole(const MeshShape& shape, bool sp = true) {
   }
 }
 
-TEST(Past, GivesTheLogitsOfTheWholeOnOneRank) { expect_logits_of_the_whole({}); }
-TEST(Past, GivesTheLogitsOfTheWholeUnderTp) {
+TEST(KvCache, GivesTheLogitsOfTheWholeOnOneRank) { expect_logits_of_the_whole({}); }
+TEST(KvCache, GivesTheLogitsOfTheWholeUnderTp) {
   expect_logits_of_the_whole({.tp = 2, .ep = 2});
   expect_logits_of_the_whole({.tp = 4, .ep = 2, .etp = 2});
 }
-TEST(Past, GivesTheLogitsOfTheWholeUnderCp) {
+TEST(KvCache, GivesTheLogitsOfTheWholeUnderCp) {
   expect_logits_of_the_whole({.cp = 2});
   expect_logits_of_the_whole({.cp = 3});
   expect_logits_of_the_whole({.cp = 2, .tp = 2, .ep = 2});
 }
-TEST(Past, GivesTheLogitsOfTheWholeUnderFsdpAndWithoutSequenceParallelism) {
+TEST(KvCache, GivesTheLogitsOfTheWholeUnderFsdpAndWithoutSequenceParallelism) {
   expect_logits_of_the_whole({.dp_shard = 2, .ep = 2});
   expect_logits_of_the_whole({.cp = 2, .tp = 2, .etp = 2}, /*sp=*/false);
 }
@@ -122,12 +123,12 @@ std::vector<std::int64_t> rows_of_calls(const std::string& name, const MeshShape
     Rows probe(&num_rows);
     models::ForwardOptions options = train::step_options(config).forward;
     options.probe = &probe;
-    nn::PastOfLayers past;
+    nn::ModelKvCache kv_cache;
     for (std::int64_t begin = 0, end = kPrompt; end <= kLength; begin = end, ++end) {
       world.barrier();
       if (world.rank() == 0) num_rows = 0;
       world.barrier();
-      model->next_logits(some_ids().narrow(1, begin, end - begin), past, options);
+      model->next_logits(some_ids().narrow(1, begin, end - begin), kv_cache, options);
       world.barrier();
       if (world.rank() == 0) rows.push_back(num_rows);
     }
@@ -135,7 +136,7 @@ std::vector<std::int64_t> rows_of_calls(const std::string& name, const MeshShape
   return rows;
 }
 
-TEST(Past, ATokenCostsOneRowOfEachLayer) {
+TEST(KvCache, ATokenCostsOneRowOfEachLayer) {
   for (const std::string name : kModels)
     for (const MeshShape& shape : {MeshShape{}, MeshShape{.cp = 2, .tp = 2, .ep = 2}}) {
       if (!takes(name, shape)) continue;
@@ -154,16 +155,16 @@ std::vector<std::int64_t> kept_after_all(const std::string& name) {
   const Config config = config_of(name);
   on_mesh({}, [&](comm::Group&) {
     const auto model = train::make_model(config);
-    nn::PastOfLayers past;
+    nn::ModelKvCache kv_cache;
     for (std::int64_t i = 0; i < kLength; ++i)
-      model->next_logits(some_ids().narrow(1, i, 1), past, train::step_options(config).forward);
-    EXPECT_EQ(past.num_tokens, kLength);
-    for (const auto& layer : past.layers) kept.push_back(layer.kept().end - layer.kept().begin);
+      model->next_logits(some_ids().narrow(1, i, 1), kv_cache, train::step_options(config).forward);
+    EXPECT_EQ(kv_cache.num_tokens, kLength);
+    for (const auto& layer : kv_cache.layers) kept.push_back(layer.kept().end - layer.kept().begin);
   });
   return kept;
 }
 
-TEST(Past, KeepsNoMoreThanLaterTokensSee) {
+TEST(KvCache, KeepsNoMoreThanLaterTokensSee) {
   using Counts = std::vector<std::int64_t>;
   EXPECT_EQ(kept_after_all("qwen3_moe"), (Counts{11, 11, 11}));
   EXPECT_EQ(kept_after_all("deepseek_v3"), (Counts{11, 11, 11}));

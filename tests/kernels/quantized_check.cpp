@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cmath>
-#include <vector>
 
 #include "moesh/base/error.h"
 
@@ -32,7 +31,7 @@ constexpr std::int64_t E = 3, R = 7, C = 70;
 // The number at (e, row, column) of the whole tensor.
 double number_at(const Quantization& how, const at::Tensor& codes, const at::Tensor& scales,
                  std::int64_t e, std::int64_t row, std::int64_t column) {
-  if (how.kind == Quantization::Kind::float8)
+  if (how.kind == Quantization::Format::float8)
     return e4m3(codes[e][row][column].item<std::uint8_t>()) *
            scales[e][row / how.rows][column / how.columns].item<double>();
   const unsigned byte = codes[e][row][column / 2].item<std::uint8_t>();
@@ -42,9 +41,9 @@ double number_at(const Quantization& how, const at::Tensor& codes, const at::Ten
 
 }  // namespace
 
-std::string complaint(Quantization::Kind kind) {
+std::string complaint(Quantization::Format kind) {
   at::manual_seed(7);
-  const bool is_mxfp4 = kind == Quantization::Kind::mxfp4;
+  const bool is_mxfp4 = kind == Quantization::Format::mxfp4;
   const Quantization how = is_mxfp4 ? Quantization::mxfp4() : Quantization{kind, 4, 24};
   at::Tensor codes = at::randint(256, {E, R, is_mxfp4 ? C / 2 : C}, at::kByte);
   if (!is_mxfp4) codes.masked_fill_(codes.bitwise_and(127).eq(127), 3);  // no number

@@ -8,6 +8,6 @@
 namespace moesh::quantized_check {
 
 /// Checks the numbers of boxes of a tensor, wherever they begin, one by one. What is wrong, or "".
-std::string complaint(kernels::Quantization::Kind kind);
+std::string complaint(kernels::Quantization::Format kind);
 
 }  // namespace moesh::quantized_check

@@ -8,7 +8,7 @@
 namespace moesh::kernels {
 namespace {
 
-using Kind = Quantization::Kind;
+using Kind = Quantization::Format;
 
 class Quantizations : public testing::TestWithParam<Kind> {
  public:

@@ -5,8 +5,6 @@
 
 #include "moesh/base/label.h"
 #include "moesh/fsdp/fsdp.h"
-#include "moesh/fsdp/reduce.h"
-#include "moesh/fsdp/reshard.h"
 #include "moesh/models/registry.h"
 #include "moesh/spmd/weights_later.h"
 #include "tests/spmd/device.h"

@@ -122,7 +122,7 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
     settings.push_back({"parallelism.sequence_parallel", sequence_parallel, test});
     settings.push_back({"parallelism.fsdp_reshard_after_forward", reshard, test});
     settings.push_back({"activation_checkpoint.mode", recompute, test});
-    const verify::VerifyCase c{config::merged(settings, config::GivenModel{model, "test"})};
+    const verify::VerifyCase c{config::merged(settings, config::RequestedModel{model, "test"})};
     const auto report = verify::verify(c, verify::run_reference(c));
     EXPECT_TRUE(report.holds()) << report.describe(mesh);
   }

@@ -3,7 +3,6 @@
 // what it says; the tests of each folder provide the checks, and tests/mutants/mutants_test.cpp
 // runs each of them without the mistake and with it.
 
-#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>

@@ -6,9 +6,9 @@
     mutants.py listed ROOT               entries and docs/mutants.md name the same mistakes
     mutants.py --self-test
 
-docs/mutants.md says how an entry is written. A copy has the lines of its source, so that the
-compiler's messages point at the source: a mistake goes before the text that it replaces, on the
-same line.
+README.md in this folder says how an entry is written. A copy has the lines of its source, so that
+the compiler's messages point at the source: a mistake goes before the text that it replaces, on
+the same line.
 """
 
 import dataclasses

@@ -6,8 +6,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/nn/composed_attention.h"
-#include "moesh/nn/flash_attention.h"
+#include "moesh/nn/attention_functions.h"
 #include "tests/nn/documents.h"
 
 namespace moesh {

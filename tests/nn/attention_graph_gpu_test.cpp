@@ -5,7 +5,7 @@
 
 #include "moesh/comm/launch.h"
 #include "moesh/kernels/graph.h"
-#include "moesh/nn/composed_attention.h"
+#include "moesh/nn/attention_functions.h"
 #include "tests/nn/documents.h"
 
 namespace moesh {

@@ -7,8 +7,7 @@
 
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
-#include "moesh/nn/composed_attention.h"
-#include "moesh/nn/flash_attention.h"
+#include "moesh/nn/attention_functions.h"
 #include "moesh/nn/grouped_attention.h"
 #include "tests/nn/documents.h"
 #include "tests/spmd/device.h"
@@ -421,7 +420,7 @@ TEST(Attention, OfDocumentsReachesAsFarAsAChunk) {
     const Mesh mesh(world, {.cp = 4});
     const MeshScope scope(mesh);
     const Tokens tokens(mesh, 1, 16, true, {}, {starts_of({{5, 11}}), 16});
-    const auto found = nn::reaches(tokens, {.scale = 1, .window = 0, .chunk = 6});
+    const auto found = nn::seen_ranges(tokens, {.scale = 1, .window = 0, .chunk = 6});
     ASSERT_EQ(found.size(), 4U);
     for (std::int64_t r = 0; r < 4; ++r) {
       EXPECT_EQ(found[static_cast<std::size_t>(r)].begin, std::max<std::int64_t>(0, 4 * r - 5));

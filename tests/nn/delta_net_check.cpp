@@ -30,7 +30,7 @@ nn::DeltaNet make() {
           "a",
           {.dtype = at::kDouble,
            .device = test_device(),
-           .init = {.kind = Init::Kind::normal, .scale = 0.7, .seed = 3}}};
+           .init = {.kind = Init::Distribution::normal, .scale = 0.7, .seed = 3}}};
 }
 
 at::Tensor starts() {

@@ -1,7 +1,7 @@
 // Which attention goes to FlashAttention, and what its memory is, on meta; its numbers need a GPU
 // (attention_gpu_test.cpp).
 
-#include "moesh/nn/flash_attention.h"
+#include "moesh/nn/attention_functions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -71,10 +71,11 @@ std::vector<NamedConfig> all_configs() {
 }
 
 GroupedAttention make(const GroupedAttentionConfig& c) {
-  GroupedAttention attention(c, "a",
-                             {.dtype = at::kDouble,
-                              .device = test_device(),
-                              .init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3}});
+  GroupedAttention attention(
+      c, "a",
+      {.dtype = at::kDouble,
+       .device = test_device(),
+       .init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3}});
   const at::NoGradGuard no_grad;
   attention.each_param([](Stored& w) {  // norms begin with ones, which show little
     if (w.spec.name.find("_norm") != std::string::npos)
@@ -244,7 +245,7 @@ TEST(Mlp, IsTheFormulaWithItsGradients) {
   nn::Mlp mlp("m", kDim, 6,
               {.dtype = at::kDouble,
                .device = test_device(),
-               .init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3}});
+               .init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3}});
   std::vector<at::Tensor> leaf;  // gate, up, down
   mlp.each_param([&](auto& w) {
     leaf.push_back(w.stored().value.detach().cpu().clone().requires_grad_(true));
@@ -281,10 +282,11 @@ TEST(SharedExperts, AreTheirMlpTimesTheGateWithItsGradients) {
         [&](comm::Group& world) {
           const Mesh mesh(world, {.tp = num_ranks});
           const MeshScope scope(mesh);
-          nn::SharedExperts shared("m", "g", kDim, 6,
-                                   {.dtype = at::kDouble,
-                                    .device = test_device(),
-                                    .init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3}});
+          nn::SharedExperts shared(
+              "m", "g", kDim, 6,
+              {.dtype = at::kDouble,
+               .device = test_device(),
+               .init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3}});
           if (num_ranks == 1) {
             size_t next = 0;
             shared.each_param([&](auto& w) {

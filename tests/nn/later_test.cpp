@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <stdexcept>
-
 #include "moesh/base/error.h"
 
 namespace moesh {

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <cmath>
-#include <mutex>
 #include <sstream>
 
 #include "moesh/base/error.h"

@@ -3,7 +3,6 @@
 // parameter, counts and the updated bias. Same seed, same data by global token. What differs is
 // reported with the factor that tells which reduction is wrong.
 
-#include <map>
 #include <string>
 #include <vector>
 

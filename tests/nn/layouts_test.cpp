@@ -6,8 +6,6 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
-#include <functional>
-
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/mlp.h"
@@ -22,7 +20,7 @@ namespace {
 
 using enum Place;
 
-const Init kInit{.kind = Init::Kind::normal, .scale = 0.5, .seed = 5};
+const Init kInit{.kind = Init::Distribution::normal, .scale = 0.5, .seed = 5};
 const std::vector<MeshShape> kMeshes{
     {.tp = 2}, {.cp = 2}, {.dp_shard = 2}, {.dp_shard = 2, .cp = 2, .tp = 2}};
 

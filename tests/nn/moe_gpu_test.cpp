@@ -29,7 +29,7 @@ nn::MoeConfig layer_of(const nn::RouterConfig& router, const nn::RoutedExpertsCo
   c.router.top_k = 4;
   c.experts.dim = 136, c.experts.ffn = 72;
   c.dtype = at::kBFloat16, c.device = test_device();
-  c.init = {.kind = Init::Kind::normal, .scale = 0.1, .seed = 7};
+  c.init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 7};
   return c;
 }
 

@@ -35,7 +35,7 @@ LayerCase small_case() {
   c.layer.experts = {.num_experts = 8, .dim = 6, .ffn = 5};
   c.layer.dtype = at::kDouble;
   c.layer.device = test_device();
-  c.layer.init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3};
+  c.layer.init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3};
   c.batch = 2, c.sequence = 7;
   return c;
 }
@@ -156,7 +156,7 @@ TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
             config.router = {.num_experts = 8 * s, .top_k = 2, .normalize = true, .epsilon = 0};
             config.experts = {.num_experts = 8 * s, .dim = 4, .ffn = 4};
             config.dtype = at::kDouble, config.device = test_device();
-            config.init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 2};
+            config.init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 2};
             for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather,
                                     nn::Dispatcher::two_hops}) {
               config.dispatcher = dispatcher;
@@ -266,7 +266,7 @@ TEST(Reference, OneRankAgreesWithTheSlowLoop) {
                           .scores = side,
                           .biases = gpt_oss};
         config.dtype = at::kDouble, config.device = test_device();
-        config.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 8};
+        config.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 8};
         nn::Moe moe(config);
         moe.router().expert_bias() =
             at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
@@ -329,7 +329,7 @@ std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
         config.experts = {.num_experts = 8, .dim = 6, .ffn = 8};
         config.shared_ffn = 4;
         config.dtype = at::kDouble, config.device = test_device();
-        config.init = {.kind = Init::Kind::normal, .scale = 0.4, .seed = 21};
+        config.init = {.kind = Init::Distribution::normal, .scale = 0.4, .seed = 21};
         nn::Moe moe(config);
         const std::int64_t B = total_batch / mesh.size(dp), L = 7;
         const nn::Tokens tokens(mesh, B, L, true);
@@ -589,21 +589,21 @@ TEST(Dispatcher, TheMeanNumberOfNodesIsThatOfAllChoices) {
 }
 
 TEST(Dispatcher, AutomaticTakesTwoHopsWhereNodesAreFarApart) {
-  const auto way = [](const MeshShape& s, std::int64_t k, nn::Exchange exchange) {
+  const auto way = [](const MeshShape& s, std::int64_t k, nn::Transport exchange) {
     return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.top_k = k, .num_experts = 64},
                        exchange);
   };
   const MeshShape nodes{.dp_shard = 32, .ep = 32, .ranks_per_node = 8};
-  EXPECT_EQ(way(nodes, 8, nn::Exchange::nccl), nn::Dispatcher::two_hops);
-  EXPECT_EQ(way({.dp_shard = 32, .ep = 32}, 8, nn::Exchange::nccl), nn::Dispatcher::all_to_all);
-  EXPECT_EQ(way(nodes, 1, nn::Exchange::nccl), nn::Dispatcher::all_to_all)
+  EXPECT_EQ(way(nodes, 8, nn::Transport::nccl), nn::Dispatcher::two_hops);
+  EXPECT_EQ(way({.dp_shard = 32, .ep = 32}, 8, nn::Transport::nccl), nn::Dispatcher::all_to_all);
+  EXPECT_EQ(way(nodes, 1, nn::Transport::nccl), nn::Dispatcher::all_to_all)
       << "one row: no node gets a second";
-  EXPECT_EQ(way({.dp_shard = 6, .ep = 6, .ranks_per_node = 4}, 2, nn::Exchange::nccl),
+  EXPECT_EQ(way({.dp_shard = 6, .ep = 6, .ranks_per_node = 4}, 2, nn::Transport::nccl),
             nn::Dispatcher::all_to_all)
       << "nodes that do not share ep evenly";
   // 5/3 nodes, the other one of half of the tokens, 9 times as far; 2 rows, half of which move
   // inside.
-  EXPECT_EQ(nn::describe_choice(nn::Exchange::nccl,
+  EXPECT_EQ(nn::describe_choice(nn::Transport::nccl,
                                 MeshShape{.dp_shard = 4, .ep = 4, .ranks_per_node = 2}.validated(),
                                 {.top_k = 2, .num_experts = 4}),
             "two_hops on dp_shard=4 ep=4 ranks_per_node=2: 8.5 against 9.5 for all_to_all, 11 for "
@@ -666,7 +666,7 @@ TEST(MoeErrors, NameTheValueAndTheCure) {
 // Where nothing was measured, rows that are sent decide.
 TEST(Dispatcher, AutomaticSendsFewerRowsUnderNccl) {
   const auto way = [](const MeshShape& s, std::int64_t k) {
-    return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.top_k = k}, nn::Exchange::nccl);
+    return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.top_k = k}, nn::Transport::nccl);
   };
   EXPECT_EQ(way({}, 8), nn::Dispatcher::local);
   EXPECT_EQ(way({.tp = 8, .ep = 8}, 1), nn::Dispatcher::all_to_all);
@@ -674,7 +674,7 @@ TEST(Dispatcher, AutomaticSendsFewerRowsUnderNccl) {
   EXPECT_EQ(way({.tp = 4, .etp = 4}, 2), nn::Dispatcher::all_gather);
   EXPECT_EQ(way({.tp = 4, .ep = 4}, 3), nn::Dispatcher::all_to_all);  // 9/4 rows against 3
   EXPECT_EQ(way({.tp = 2, .ep = 2}, 2), nn::Dispatcher::all_gather);  // one row each: one message
-  EXPECT_EQ(nn::describe_choice(nn::Exchange::nccl, MeshShape{.tp = 2, .ep = 2}.validated(),
+  EXPECT_EQ(nn::describe_choice(nn::Transport::nccl, MeshShape{.tp = 2, .ep = 2}.validated(),
                                 {.top_k = 2}),
             "all_gather on tp=2 ep=2: 1 against 1 for all_to_all (NCCL, rows that are sent: "
             "nothing was measured)");
@@ -685,15 +685,15 @@ TEST(Dispatcher, TheExchangeIsThatOfTheLauncher) {
   const at::Device cpu(at::kCPU), gpu(at::kCUDA), first_gpu(at::kCUDA, 0);
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"})
     ASSERT_EQ(std::getenv(name), nullptr) << "this test starts without a launcher";
-  EXPECT_EQ(nn::exchange_of(cpu), nn::Exchange::threads_on_cpu);
-  EXPECT_EQ(nn::exchange_of(gpu), nn::Exchange::threads_on_gpu);
-  EXPECT_EQ(nn::planned_exchange(cpu), nn::Exchange::threads_on_cpu);
-  EXPECT_EQ(nn::planned_exchange(gpu), nn::Exchange::nccl);
-  EXPECT_EQ(nn::planned_exchange(first_gpu), nn::Exchange::threads_on_gpu);
+  EXPECT_EQ(nn::transport_of(cpu), nn::Transport::threads_on_cpu);
+  EXPECT_EQ(nn::transport_of(gpu), nn::Transport::threads_on_gpu);
+  EXPECT_EQ(nn::planned_exchange(cpu), nn::Transport::threads_on_cpu);
+  EXPECT_EQ(nn::planned_exchange(gpu), nn::Transport::nccl);
+  EXPECT_EQ(nn::planned_exchange(first_gpu), nn::Transport::threads_on_gpu);
   for (const char* processes : {"1", "2"}) {
     setenv("OMPI_COMM_WORLD_SIZE", processes, 1);
-    EXPECT_EQ(nn::exchange_of(cpu), nn::Exchange::mpi);
-    EXPECT_EQ(nn::exchange_of(gpu), nn::Exchange::nccl);
+    EXPECT_EQ(nn::transport_of(cpu), nn::Transport::mpi);
+    EXPECT_EQ(nn::transport_of(gpu), nn::Transport::nccl);
   }
   unsetenv("OMPI_COMM_WORLD_SIZE");
 }
@@ -704,7 +704,7 @@ struct MeasuredMesh {
   double all_to_all, all_gather;
 };
 
-void expect_faster_one(nn::Exchange exchange, std::int64_t top_k,
+void expect_faster_one(nn::Transport exchange, std::int64_t top_k,
                        const std::vector<MeasuredMesh>& table) {
   for (const auto& [mesh, rows, tokens] : table) {
     EXPECT_EQ(nn::resolve(nn::Dispatcher::automatic, mesh.validated(), {.top_k = top_k}, exchange),
@@ -714,14 +714,14 @@ void expect_faster_one(nn::Exchange exchange, std::int64_t top_k,
 }
 
 TEST(Dispatcher, AutomaticTakesTheFasterOneWhereItWasMeasured) {
-  expect_faster_one(nn::Exchange::threads_on_gpu, 6,
+  expect_faster_one(nn::Transport::threads_on_gpu, 6,
                     {{{.tp = 2, .ep = 2}, 33.6, 32.9},
                      {{.tp = 2, .etp = 2}, 43.7, 30.3},
                      {{.tp = 4, .ep = 4}, 34.1, 39.7},
                      {{.tp = 4, .ep = 2, .etp = 2}, 44.4, 40.8},
                      {{.tp = 8, .ep = 8}, 35.9, 54.9},
                      {{.tp = 8, .ep = 4, .etp = 2}, 45.9, 57.2}});
-  EXPECT_EQ(nn::describe_choice(nn::Exchange::threads_on_gpu,
+  EXPECT_EQ(nn::describe_choice(nn::Transport::threads_on_gpu,
                                 MeshShape{.tp = 4, .ep = 4}.validated(), {.top_k = 6}),
             "all_to_all on tp=4 ep=4: 7.2 against 12 for all_gather (threads on a GPU, time as "
             "measured)");

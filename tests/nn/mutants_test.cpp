@@ -34,7 +34,7 @@ verify::LayerCase layer_case() {
   c.layer.dtype = at::kDouble;
   c.layer.device = test_device();
   c.layer.dispatcher = nn::Dispatcher::all_to_all;
-  c.layer.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 9};
+  c.layer.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 9};
   c.batch = 2, c.sequence = 7;
   return c;
 }
@@ -150,8 +150,8 @@ const mutants::Provide dropout("dropout", [](Settings&) -> Check {
 
 // What the codes of quantized weights stand for, by the formulas of both kinds.
 const mutants::Provide quantized("quantized", [](Settings& settings) -> Check {
-  const auto kind = settings.take("mxfp4") != 0 ? kernels::Quantization::Kind::mxfp4
-                                                : kernels::Quantization::Kind::float8;
+  const auto kind = settings.take("mxfp4") != 0 ? kernels::Quantization::Format::mxfp4
+                                                : kernels::Quantization::Format::float8;
   return [=] { return quantized_check::complaint(kind); };
 });
 
@@ -228,7 +228,7 @@ const mutants::Provide compare("compare", [](Settings&) -> Check {
     std::filesystem::remove_all(folder);
     if (found.same()) return "";
     for (const auto& t : found.tensors)
-      if ((t.state == verify::ComparedTensor::State::differs) !=
+      if ((t.state == verify::ComparedTensor::Verdict::differs) !=
           (t.name.find(".experts.w") != std::string::npos))
         return t.name + " is not an expert's, or does not differ";
     const auto* first = found.first_difference();
@@ -256,9 +256,9 @@ at::Tensor logits_of(const std::string& name, const MeshShape& shape, bool one_b
     const auto model = models::make_model(config, {.dtype = at::kDouble, .seed = 3});
     at::Tensor found_LV = at::zeros({kPastLength, 96}, at::kDouble);
     if (one_by_one) {
-      nn::PastOfLayers past;
+      nn::ModelKvCache kv_cache;
       for (std::int64_t begin = 0, end = kPrompt; end <= kPastLength; begin = end, ++end)
-        found_LV[end - 1] = model->next_logits(ids.narrow(1, begin, end - begin), past, {})[0];
+        found_LV[end - 1] = model->next_logits(ids.narrow(1, begin, end - begin), kv_cache, {})[0];
     } else {
       Logits probe;
       model->forward({.input_ids_BL = ids, .labels_BL = ids},
@@ -270,7 +270,7 @@ at::Tensor logits_of(const std::string& name, const MeshShape& shape, bool one_b
   return result;
 }
 
-const mutants::Provide past("past", [](Settings& settings) -> Check {
+const mutants::Provide kv_cache("kv_cache", [](Settings& settings) -> Check {
   const MeshShape shape = settings.take_mesh();
   const std::string name = settings.take("qwen3_next") != 0 ? "qwen3_next" : "gpt_oss";
   const at::Tensor wanted_LV = logits_of(name, {}, false);

@@ -15,7 +15,7 @@ namespace {
 
 using enum Place;
 
-const Init kGateInit{.kind = Init::Kind::normal, .scale = 0.7, .seed = 4};
+const Init kGateInit{.kind = Init::Distribution::normal, .scale = 0.7, .seed = 4};
 
 template <class Fn>
 void alone(Fn f) {

@@ -7,11 +7,9 @@
 
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/kernels/attention.h"
 #include "moesh/kernels/meta/dry_run.h"
-#include "moesh/nn/composed_attention.h"
+#include "moesh/nn/attention_functions.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/fused_attention.h"
 #include "moesh/nn/mlp.h"
 
 namespace moesh::nn {
@@ -74,7 +72,8 @@ TEST(Selective, ExpertsHaveTheGradientsOfNone) {
   const at::Tensor chosen = at::arange(10).mul(3).remainder(4).reshape({5, 2});
   for (const bool biases : {false, true}) {
     Experts experts({.num_experts = 4, .dim = 6, .ffn = 3, .biases = biases}, "experts",
-                    at::kDouble, at::kCPU, {.kind = Init::Kind::normal, .scale = 0.5, .seed = 5});
+                    at::kDouble, at::kCPU,
+                    {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 5});
     const auto run = [&](const Inputs& x) {
       return local(experts.apply_to_tokens(assume<Sparse{T, R, R}>(x[0]),
                                            assume<Sparse{T, R, R}>(x[1]), chosen));

@@ -87,7 +87,7 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
   c.layer.shared_ffn = o.shared ? 2 * shape.tp + 1 : 0;
   c.layer.dtype = dtype;
   c.layer.device = device;
-  c.layer.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 5};
+  c.layer.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 5};
   c.batch = o.batch ? 3 : 1;
   c.sequence = o.length == 0   ? 2 * parts
                : o.length == 1 ? 2 * parts + 1

@@ -2,8 +2,6 @@
 // The cases of the sweep: every mesh of up to N ranks, every combination of options, or a selection
 // in which every mesh comes at least once and every pair of options too.
 
-#include <functional>
-#include <map>
 #include <set>
 #include <string>
 #include <vector>

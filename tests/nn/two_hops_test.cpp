@@ -57,7 +57,7 @@ Counted count(nn::Dispatcher dispatcher, nn::RouterConfig router) {
                      .dispatcher = dispatcher,
                      .dtype = at::kBFloat16,
                      .device = test_device(),
-                     .init = {.kind = Init::Kind::normal, .scale = 0.1, .seed = 4}});
+                     .init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 4}});
         const nn::Tokens tokens(mesh, 1, kTokens, true);
         const at::Tensor ids = at::arange(kTokens * kDim, at::kDouble) +
                                static_cast<double>(world.rank() * kTokens * kDim);

@@ -183,7 +183,7 @@ TEST(CrossEntropy, RefusesALabelOutsideOfTheVocabulary) {
 TEST(Embedding, IsLibTorchsOnEveryCutOfTheVocabulary) {
   const std::int64_t vocab = 7, dim = 3;
   const at::Tensor ids = at::tensor({3, 0, 6, 3, 5, 1}, at::kLong).reshape({2, 3});
-  const Init init{.kind = Init::Kind::normal, .seed = 4};
+  const Init init{.kind = Init::Distribution::normal, .seed = 4};
   at::Tensor table, expected, expected_gradient;
   for (int ranks : {1, 2, 4, 8}) {
     at::Tensor gradient = at::full({vocab, dim}, NAN, at::kDouble),

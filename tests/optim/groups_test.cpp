@@ -65,7 +65,8 @@ void expect_ways_of_their_own(const MeshShape& shape, MakeRule make) {
     Model grouped, slow, fast;
     const auto decaying = make(0.3), plain = make(0.0);
     Optimizer both(grouped.list(), [&](const ParamList::Entry& e) {
-      return e.stored->spec.name == "w" ? Optimizer::Way{decaying, 0.25} : Optimizer::Way{plain, 1};
+      return e.stored->spec.name == "w" ? Optimizer::RuleChoice{decaying, 0.25}
+                                        : Optimizer::RuleChoice{plain, 1};
     });
     Optimizer a(slow.list(), decaying), b(fast.list(), plain);
     for (int step = 0; step < 3; ++step) {
@@ -97,7 +98,7 @@ TEST(Groups, StayWithoutARate) {
     const auto before = model.values();
     const auto rule = std::make_shared<AdamW>();
     Optimizer optimizer(model.list(), [&](const ParamList::Entry& e) {
-      return Optimizer::Way{rule, e.stored->spec.name == "norm" ? 0.0 : 1.0};
+      return Optimizer::RuleChoice{rule, e.stored->spec.name == "norm" ? 0.0 : 1.0};
     });
     model.set_gradients();
     optimizer.step(0.1);

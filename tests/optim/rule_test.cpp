@@ -30,7 +30,7 @@ at::Tensor orthogonalized(const at::Tensor& g) {
 // matrices is joined. `update_norm`, the same on all ranks, is that of the last update.
 class Orthogonal final : public Rule {
  public:
-  Sees sees() const override { return Sees::parameter; }
+  RuleScope scope() const override { return RuleScope::parameter; }
   std::vector<StateSpec> state(const Stored& w) const override {
     std::vector<StateSpec> specs{{.name = "momentum"}};
     if (w.spec.shape.size() == 2)
@@ -38,7 +38,7 @@ class Orthogonal final : public Rule {
           {.name = "update_norm", .dtype = at::kFloat, .shape = std::vector<std::int64_t>{1}});
     return specs;
   }
-  void update(const std::vector<Moving>& params, const RuleStep& step) const override {
+  void update(const std::vector<ParamInStep>& params, const RuleStep& step) const override {
     for (const auto& p : params) {
       const Stored& w = *p.stored;
       const bool is_matrix = w.spec.shape.size() == 2;
@@ -56,10 +56,10 @@ class Orthogonal final : public Rule {
   }
 };
 
-Optimizer::ChooseWay matrices_apart() {
+Optimizer::ChooseRule matrices_apart() {
   const auto whole = std::make_shared<Orthogonal>();
   const auto elementwise = std::make_shared<Sgd>(SgdConfig{.momentum = 0.7});
-  return [=](const ParamList::Entry& entry) -> Optimizer::Way {
+  return [=](const ParamList::Entry& entry) -> Optimizer::RuleChoice {
     const auto& name = entry.stored->spec.name;
     if (name == "w" || name == "experts") return {whole};
     return {elementwise};
@@ -155,11 +155,11 @@ TEST(Optimizer, KeepsTheStateThatRulesDeclare) {
 TEST(OptimizerErrors, RefuseAnElementwiseRuleWithStateOfItsOwnShape) {
   class Wrong final : public Rule {
    public:
-    Sees sees() const override { return Sees::element; }
+    RuleScope scope() const override { return RuleScope::element; }
     std::vector<StateSpec> state(const Stored&) const override {
       return {{.name = "count", .shape = std::vector<std::int64_t>{1}}};
     }
-    void update(const std::vector<Moving>&, const RuleStep&) const override {}
+    void update(const std::vector<ParamInStep>&, const RuleStep&) const override {}
   };
   on_mesh({}, [](const Mesh&) {
     Model model;
@@ -172,7 +172,7 @@ TEST(OptimizerErrors, RefuseAnElementwiseRuleWithStateOfItsOwnShape) {
 TEST(OptimizerErrors, NameAParameterWithoutARule) {
   on_mesh({}, [](const Mesh&) {
     Model model;
-    const auto only_w = [](const ParamList::Entry& entry) -> Optimizer::Way {
+    const auto only_w = [](const ParamList::Entry& entry) -> Optimizer::RuleChoice {
       return {entry.stored->spec.name == "w" ? std::make_shared<Sgd>() : nullptr};
     };
     EXPECT_EQ(error_of([&] { Optimizer(model.list(), only_w); }, ErrorKind::config),

@@ -10,31 +10,31 @@
 namespace moesh::optim {
 namespace {
 
-using Kind = ScheduleConfig::Kind;
+using Kind = LrScheduleConfig::Curve;
 
-TEST(Schedule, WarmsUpToThePeakAndNeverStartsAtZero) {
+TEST(LrSchedule, WarmsUpToThePeakAndNeverStartsAtZero) {
   for (Kind kind : {Kind::constant, Kind::linear, Kind::cosine, Kind::wsd}) {
-    const Schedule s({.kind = kind, .num_steps = 100, .warmup_steps = 4, .min_lr_factor = 0.5});
+    const LrSchedule s({.kind = kind, .num_steps = 100, .warmup_steps = 4, .min_lr_factor = 0.5});
     EXPECT_EQ(s.factor(0), 0.25);
     EXPECT_EQ(s.factor(1), 0.5);
     EXPECT_EQ(s.factor(3), 1);  // the last of the warm-up
     EXPECT_EQ(s.factor(4), 1);  // the first after it
-    const Schedule none({.kind = kind, .num_steps = 100});
+    const LrSchedule none({.kind = kind, .num_steps = 100});
     EXPECT_EQ(none.factor(0), 1);
-    const Schedule one({.kind = kind, .num_steps = 1});
+    const LrSchedule one({.kind = kind, .num_steps = 1});
     EXPECT_EQ(one.factor(0), 1) << "a run of one step learns something";
-    const Schedule only({.kind = kind, .num_steps = 4, .warmup_steps = 4, .decay_ratio = 0});
+    const LrSchedule only({.kind = kind, .num_steps = 4, .warmup_steps = 4, .decay_ratio = 0});
     EXPECT_EQ(only.factor(3), 1);
   }
 }
 
-TEST(Schedule, ConstantStays) {
-  const Schedule s({.kind = Kind::constant, .num_steps = 10, .warmup_steps = 2});
+TEST(LrSchedule, ConstantStays) {
+  const LrSchedule s({.kind = Kind::constant, .num_steps = 10, .warmup_steps = 2});
   for (std::int64_t step : {2, 5, 9, 10, 1000}) EXPECT_EQ(s.factor(step), 1) << step;
 }
 
-TEST(Schedule, LinearFallsToTheFloor) {
-  const Schedule s(
+TEST(LrSchedule, LinearFallsToTheFloor) {
+  const LrSchedule s(
       {.kind = Kind::linear, .num_steps = 10, .warmup_steps = 2, .min_lr_factor = 0.2});
   EXPECT_EQ(s.factor(2), 1);
   EXPECT_DOUBLE_EQ(s.factor(3), 0.9);
@@ -44,8 +44,8 @@ TEST(Schedule, LinearFallsToTheFloor) {
   EXPECT_EQ(s.factor(11), 0.2);
 }
 
-TEST(Schedule, CosineFallsToTheFloor) {
-  const Schedule s(
+TEST(LrSchedule, CosineFallsToTheFloor) {
+  const LrSchedule s(
       {.kind = Kind::cosine, .num_steps = 10, .warmup_steps = 2, .min_lr_factor = 0.1});
   EXPECT_EQ(s.factor(2), 1);
   EXPECT_DOUBLE_EQ(s.factor(6), 0.55);  // half way
@@ -54,26 +54,26 @@ TEST(Schedule, CosineFallsToTheFloor) {
   EXPECT_EQ(s.factor(1'000'000), 0.1);
 }
 
-TEST(Schedule, WsdIsStableAndThenFalls) {
-  const Schedule abrupt(
+TEST(LrSchedule, WsdIsStableAndThenFalls) {
+  const LrSchedule abrupt(
       {.kind = Kind::wsd, .num_steps = 4, .decay_ratio = 0, .min_lr_factor = 0.5});
   EXPECT_EQ(abrupt.factor(3), 1);
   EXPECT_EQ(abrupt.factor(4), 0.5);
-  const Schedule s({.kind = Kind::wsd, .num_steps = 20, .warmup_steps = 5, .decay_ratio = 0.2});
+  const LrSchedule s({.kind = Kind::wsd, .num_steps = 20, .warmup_steps = 5, .decay_ratio = 0.2});
   for (std::int64_t step = 4; step <= 16; ++step) EXPECT_EQ(s.factor(step), 1) << step;
   EXPECT_DOUBLE_EQ(s.factor(17), 0.75);
   EXPECT_DOUBLE_EQ(s.factor(18), 0.5);
   EXPECT_DOUBLE_EQ(s.factor(19), 0.25);
   EXPECT_EQ(s.factor(20), 0);
-  const Schedule never({.kind = Kind::wsd, .num_steps = 20, .decay_ratio = 0});
+  const LrSchedule never({.kind = Kind::wsd, .num_steps = 20, .decay_ratio = 0});
   EXPECT_EQ(never.factor(19), 1);
-  const Schedule all({.kind = Kind::wsd, .num_steps = 20, .decay_ratio = 1});
-  const Schedule linear({.kind = Kind::linear, .num_steps = 20});
+  const LrSchedule all({.kind = Kind::wsd, .num_steps = 20, .decay_ratio = 1});
+  const LrSchedule linear({.kind = Kind::linear, .num_steps = 20});
   for (std::int64_t step = 0; step < 20; ++step)
     EXPECT_EQ(all.factor(step), linear.factor(step)) << step;
 }
 
-TEST(Schedule, NeverRisesAfterTheWarmUpAndStaysWithinItsBounds) {
+TEST(LrSchedule, NeverRisesAfterTheWarmUpAndStaysWithinItsBounds) {
   for (Kind kind : {Kind::constant, Kind::linear, Kind::cosine, Kind::wsd})
     for (std::int64_t num_steps : {1, 2, 7, 50})
       for (std::int64_t warmup : {0, 1, 5}) {
@@ -81,11 +81,11 @@ TEST(Schedule, NeverRisesAfterTheWarmUpAndStaysWithinItsBounds) {
         const double floor = 0.05;
         const double ratio =
             0.5 * static_cast<double>(num_steps - warmup) / static_cast<double>(num_steps);
-        const Schedule s({.kind = kind,
-                          .num_steps = num_steps,
-                          .warmup_steps = warmup,
-                          .decay_ratio = ratio,
-                          .min_lr_factor = floor});
+        const LrSchedule s({.kind = kind,
+                            .num_steps = num_steps,
+                            .warmup_steps = warmup,
+                            .decay_ratio = ratio,
+                            .min_lr_factor = floor});
         for (std::int64_t step = 0; step < num_steps; ++step) {
           EXPECT_GT(s.factor(step), 0);
           EXPECT_LE(s.factor(step), 1);
@@ -97,9 +97,9 @@ TEST(Schedule, NeverRisesAfterTheWarmUpAndStaysWithinItsBounds) {
 }
 
 TEST(ScheduleErrors, NameTheValueAndTheCure) {
-  const auto message = [](const ScheduleConfig& config) {
+  const auto message = [](const LrScheduleConfig& config) {
     try {
-      Schedule{config};
+      LrSchedule{config};
       return std::string("nothing was thrown");
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::config);
@@ -121,7 +121,7 @@ TEST(ScheduleErrors, NameTheValueAndTheCure) {
       message({.kind = Kind::wsd, .num_steps = 10, .warmup_steps = 8, .decay_ratio = 0.5}),
       "schedule: 8 steps of warm-up and 5 of decay (decay_ratio 0.5) do not fit into 10 steps; set warmup_steps to 5 or less, "
       "or a smaller decay_ratio");
-  EXPECT_THROW(Schedule({.num_steps = 10}).factor(-1), Error);
+  EXPECT_THROW(LrSchedule({.num_steps = 10}).factor(-1), Error);
 }
 
 }  // namespace

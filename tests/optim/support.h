@@ -65,7 +65,7 @@ struct Model {
             .dtype = at::kDouble,
             .device = test_device()};
   }
-  static Init init() { return {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3}; }
+  static Init init() { return {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3}; }
 
   Param<Dense{I, I, I}> norm{spec("norm", {7}, {}), init()};
   Param<Dense{I, I, F}> w{spec("w", {7, 5}, {{tp, 1}}), init()};

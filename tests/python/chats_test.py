@@ -450,7 +450,7 @@ BAD = [  # what is wrong, the line, what it says, options (template: of the fold
 
 def bad_input(tmp):
     """Every row is refused with its sentence, which the page has as well; nothing is written."""
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "chats.md").read_text(encoding="utf-8")
     model = small_folder(tmp)
     tokenizer = peer.Tokenizer.from_file(str(model / "tokenizer.json"))
     for number, (what, line, text, options) in enumerate(BAD):

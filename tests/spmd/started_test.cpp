@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "moesh/spmd/attach.h"
-#include "moesh/spmd/reach.h"
+#include "moesh/spmd/gather_ranges.h"
 #include "moesh/spmd/rows.h"
 #include "tests/expect_error.h"
 #include "tests/spmd/device.h"
@@ -167,7 +167,7 @@ TEST(Started, WhatIsBetweenInForwardIsBetweenInBackward) {
   on_mesh({.cp = 2}, [](comm::Group&) {
     const auto piece = as_leaf(assume<Dense{T, T, F}>(random_rows({2, 2})));
     expect_between(piece, "cp", false, [](const auto& x) {
-      return start_with_reach<cp>(x, {.dim = 0, .sizes = {2, 2}}, {{0, 3}, {1, 4}});
+      return start_gather_ranges<cp>(x, {.dim = 0, .sizes = {2, 2}}, {{0, 3}, {1, 4}});
     });
   });
 }

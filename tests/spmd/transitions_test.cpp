@@ -21,7 +21,7 @@ using enum Place;
 struct Pattern {
   std::string name;
   std::vector<std::int64_t> shape;  // of the whole
-  Along along;
+  SplitDim along;
   std::vector<std::int64_t> sizes;  // of each rank
 };
 
@@ -249,8 +249,8 @@ TEST(TransitionErrors, NameTheSizesAndTheCure) {
   } catch (const Error& e) {
     EXPECT_STREQ(
         e.what(),
-        "all_gather along dimension 0: rank 1 of group 'tp' has size 1, and the parts [2, 2] want 2; pass Along{dim, "
-        "total} or Along{.dim, .sizes} with the true sizes");
+        "all_gather along dimension 0: rank 1 of group 'tp' has size 1, and the parts [2, 2] want 2; pass SplitDim{dim, "
+        "total} or SplitDim{.dim, .sizes} with the true sizes");
   }
 }
 

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <thread>
 
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"

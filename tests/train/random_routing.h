@@ -5,7 +5,6 @@
 
 #include <filesystem>
 #include <fstream>
-#include <vector>
 
 #include "moesh/config/config.h"
 #include "moesh/formats/token_file.h"

@@ -97,7 +97,7 @@ TEST(StepAndPrefetch, AnUpdateByAdamWMakesAPrefetchOld) {
                                                         .dtype = at::kFloat,
                                                         .compute = at::kBFloat16,
                                                         .device = test_device()},
-                                                       {.kind = Init::Kind::ones});
+                                                       {.kind = Init::Distribution::ones});
           if (has_copy) raw::keep_copy(w.stored());
           optim::ParamList params;
           params.add(w);
@@ -218,7 +218,7 @@ TEST_P(Steps, AWrongLabelIsNamedAndNothingMovesOnAnyRank) {
     const bool is_here = world.rank() == world.size() - 1;
     if (is_here) batch.labels_BL.fill_(4096);
     t.optimizer->begin_step(1e-3);
-    Unread step = start_gradients(*t.model, {batch}, t.options);
+    UnreadStep step = start_gradients(*t.model, {batch}, t.options);
     start_update(*t.model, *t.optimizer, step, t.options);
     EXPECT_TRUE(same(before, t.state())) << "rank " << world.rank();
     std::string said;

@@ -11,7 +11,6 @@
 #include "moesh/base/random.h"
 #include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
-#include "moesh/fsdp/reshard.h"
 #include "moesh/train/build.h"
 #include "tests/expect_error.h"
 #include "tests/train/graphs_on_cpu.h"
@@ -205,7 +204,7 @@ TEST(GraphsOfDocuments, AreFew) {
   constexpr std::int64_t kSequences = 8, kLength = 2048, kMicro = 8;
   std::uint64_t drawn = 0;
   std::set<std::int64_t> bounds;
-  Recent<std::int64_t, bool> recorded(Stepper::kMostGraphs);
+  LruCache<std::int64_t, bool> recorded(Stepper::kMostGraphs);
   int num_replayed = 0;
   for (int step = 0; step < 2000; ++step) {
     std::int64_t most = 0;

@@ -19,7 +19,7 @@ namespace moesh::verify {
 
 namespace {
 
-using State = ComparedTensor::State;
+using Verdict = ComparedTensor::Verdict;
 struct Named {
   std::string name;
   std::vector<std::int64_t> shape;
@@ -129,7 +129,7 @@ TEST_F(Compare, TheWorstElementIsFound) {
   other[2 * 20 + 3 * 5 + 4] += 3;
   const auto c = compare(write("a.safetensors", {{"w", {3, 4, 5}, other}}),
                          write("b.safetensors", {{"w", {3, 4, 5}, x}}));
-  EXPECT_EQ(c.tensors[0].state, State::differs);
+  EXPECT_EQ(c.tensors[0].state, Verdict::differs);
   EXPECT_EQ(c.tensors[0].worst_index, (std::vector<std::int64_t>{2, 3, 4}));
   EXPECT_NEAR(c.tensors[0].worst_a - c.tensors[0].worst_b, 3, 1e-5);
   EXPECT_EQ(c.tensors[0].diagnosis(), "");  // no factor explains one wrong element
@@ -148,13 +148,13 @@ TEST_F(Compare, NothingIsPassedOver) {
             {{"shape", {3, 2}, x}, {"yours", {6}, x}, {"nan", {6}, x}, {"zero", {6}, x}});
   const auto c = compare(a, b);
   ASSERT_EQ(c.tensors.size(), 5);
-  EXPECT_EQ(c.tensors[0].state, State::shape_differs);
-  EXPECT_EQ(c.tensors[1].state, State::only_in_a);
-  EXPECT_EQ(c.tensors[2].state, State::differs);
+  EXPECT_EQ(c.tensors[0].state, Verdict::shape_differs);
+  EXPECT_EQ(c.tensors[1].state, Verdict::only_in_a);
+  EXPECT_EQ(c.tensors[2].state, Verdict::differs);
   EXPECT_EQ(c.tensors[2].diagnosis(), "not finite");
   EXPECT_EQ(c.tensors[2].worst_index, (std::vector<std::int64_t>{5}));
   EXPECT_NE(c.tensors[3].diagnosis().find("a is zero"), std::string::npos);
-  EXPECT_EQ(c.tensors[4].state, State::only_in_b);
+  EXPECT_EQ(c.tensors[4].state, Verdict::only_in_b);
   EXPECT_EQ(c.tensors[4].name, "yours");
 }
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
-#include <set>
 
 #include "moesh/verify/verify_all.h"
 #include "tests/checkpoint/support.h"

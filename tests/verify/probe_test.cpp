@@ -22,7 +22,7 @@ TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
-                    {.kind = Init::Kind::normal, .seed = 4});
+                    {.kind = Init::Distribution::normal, .seed = 4});
   const at::Tensor x = at::randn({20, 6}, at::kDouble);
   RoutingRecord record(1, 40, 2);
   const at::Tensor experts_TK = record.experts_LTK[0];
@@ -76,7 +76,7 @@ TEST(Replay, GivesBackWhatTheBalanceLossCounts) {
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
-                    {.kind = Init::Kind::normal, .seed = 4});
+                    {.kind = Init::Distribution::normal, .seed = 4});
   router.expert_bias().copy_(at::arange(6, at::kDouble));
   const at::Tensor x = at::randn({20, 6}, at::kDouble), count = at::full({}, 20, at::kDouble);
   RoutingRecord record(1, 20, 2);

@@ -141,7 +141,7 @@ TEST(MeshSweep, every_mesh_is_in_one_shard) {
 TEST(MeshSweep, a_sample_depends_on_its_seed_alone) {
   const auto draw = [](std::uint64_t seed) {
     Sweep sweep = parse_sweep("5-8");
-    sweep.sample = Sample{40, seed};
+    sweep.sample = MeshSample{40, seed};
     return names(sweep);
   };
   const auto first = draw(0), again = draw(0), other = draw(1);
@@ -152,7 +152,7 @@ TEST(MeshSweep, a_sample_depends_on_its_seed_alone) {
   std::set<std::string> together;
   for (int index : {1, 2, 3}) {
     Sweep sweep = parse_sweep("5-8");
-    sweep.sample = Sample{40, 0}, sweep.shard = {index, 3};
+    sweep.sample = MeshSample{40, 0}, sweep.shard = {index, 3};
     for (const auto& name : names(sweep)) together.insert(name);
   }
   EXPECT_EQ(together, std::set<std::string>(first.begin(), first.end()));
@@ -169,7 +169,7 @@ TEST(MeshSweep, says_what_it_cannot_take) {
   sweep.shard = {17, 17};
   EXPECT_THROW(sweep.meshes(), Error);
   sweep = parse_sweep("2");
-  sweep.sample = Sample{17};
+  sweep.sample = MeshSample{17};
   EXPECT_THROW(sweep.meshes(), Error);
 }
 

@@ -34,7 +34,7 @@ class SendWork final : public Work {
 };
 
 // All memory that MPI writes in one receive.
-class Incoming final : public Arriving {
+class Incoming final : public MpiArrival {
  public:
   Incoming(const MpiWorld& world, const GroupInfo& group, int peer, const Call& call,
            const at::Tensor& host)

@@ -139,7 +139,7 @@ class MpiExchange final : public Exchange {
     });
   }
 
-  // What came, where the caller's tensors live. The own span was never sent.
+  // The received data, where the caller's tensors live. The own span was never sent.
   std::vector<Span> on_device() {
     Transfer& t = *transfer_;
     std::vector<Span> spans = t.landing;

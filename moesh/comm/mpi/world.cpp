@@ -69,7 +69,7 @@ void MpiWorld::wait(Requests& requests, const Call& call, const GroupInfo& group
 }
 
 void MpiWorld::leave(int rank, std::exception_ptr fault) {
-  auto news = std::make_unique<News>();
+  auto news = std::make_unique<RankNotice>();
   news->rank = rank;
   if (fault) {
     const std::string text = text_of(fault);
@@ -81,8 +81,8 @@ void MpiWorld::leave(int rank, std::exception_ptr fault) {
   std::lock_guard lock(sending_);
   for (int p = 0; p < process_.size(); ++p) {
     if (p == process_.index()) continue;
-    const int code =
-        MPI_Isend(news.get(), sizeof(News), MPI_BYTE, p, kNewsTag, comm_, outbox_->requests.add(p));
+    const int code = MPI_Isend(news.get(), sizeof(RankNotice), MPI_BYTE, p, kNewsTag, comm_,
+                               outbox_->requests.add(p));
     if (code != MPI_SUCCESS)
       log_warn("MPI process ", p, " could not be told that rank ", rank, " has ended");
   }
@@ -151,7 +151,7 @@ void MpiWorld::complete(Requests& requests, const char* what) {
   for (Backoff backoff; !requests.test(); backoff.pause())
     MOESH_CHECK(Clock::now() < deadline, ErrorKind::comm, "MPI process ", process_.index(),
                 " waited in ", what, ": of ", process_.size(), " processes ", requests.missing(),
-                " did not come within ", std::chrono::duration<double>(timeout_).count(), " s");
+                " did not arrive within ", std::chrono::duration<double>(timeout_).count(), " s");
 }
 
 void MpiWorld::listen() {
@@ -171,9 +171,9 @@ void MpiWorld::listen() {
 }
 
 void MpiWorld::listen_again() {
-  check_mpi(
-      MPI_Irecv(inbox_.get(), sizeof(News), MPI_BYTE, MPI_ANY_SOURCE, kNewsTag, comm_, &incoming_),
-      "MPI_Irecv");
+  check_mpi(MPI_Irecv(inbox_.get(), sizeof(RankNotice), MPI_BYTE, MPI_ANY_SOURCE, kNewsTag, comm_,
+                      &incoming_),
+            "MPI_Irecv");
 }
 
 void MpiWorld::hang_up() {

@@ -15,7 +15,7 @@
 
 #include "moesh/comm/host_group.h"
 #include "moesh/comm/mpi/requests.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::comm::mpi {
 
@@ -45,8 +45,8 @@ class Process {
 
 constexpr int kWorldContext = 1;
 
-// What a process tells the others about one of its ranks. Small, so that MPI takes it at once.
-struct News {
+// A message to the other processes about one of its ranks. Small, so that MPI takes it at once.
+struct RankNotice {
   std::int32_t rank = 0;
   std::int32_t failed = 0;
   ErrorKind kind = ErrorKind::comm;
@@ -54,14 +54,14 @@ struct News {
 };
 
 // A message that comes. First its header, and when that fits, what it says.
-class Arriving {
+class MpiArrival {
  public:
-  virtual ~Arriving() = default;
+  virtual ~MpiArrival() = default;
   // Lets MPI work; true when there is nothing more to do.
   virtual bool advance() = 0;
 };
 
-// What the groups of one rank share.
+// Shared by the groups of one rank.
 struct RankInfo {
   int next_context = kWorldContext + 1;
   // Spans sent so far. The groups of a rank may be used by two threads, and no two spans in
@@ -75,7 +75,7 @@ struct RankInfo {
     std::erase_if(arriving, [](const auto& message) { return message->advance(); });
   }
   std::mutex mutex;  // of what follows
-  std::vector<std::shared_ptr<Arriving>> arriving;
+  std::vector<std::shared_ptr<MpiArrival>> arriving;
 };
 
 // A group as its exchanges know it.
@@ -100,7 +100,7 @@ class MpiWorld {
   int first_rank() const { return process_.index() * per_process_; }
   int per_process() const { return per_process_; }
   int process_of(int rank) const { return rank / per_process_; }
-  const Roll& roll() const { return roll_; }
+  const RankStatus& roll() const { return roll_; }
   int max_context() const { return process_.tag_limit() >> (2 * thread_bits_ + 6); }
 
   // Tags: headers are even, and matched by group, threads and exchange (of those in progress), or
@@ -130,7 +130,7 @@ class MpiWorld {
 
  private:
   struct Outbox {
-    std::vector<std::unique_ptr<News>> news;
+    std::vector<std::unique_ptr<RankNotice>> news;
     Requests requests;
     bool active() const { return requests.active(); }
   };
@@ -165,10 +165,10 @@ class MpiWorld {
   const int num_ranks_, per_process_;
   int thread_bits_ = 0;
   const std::chrono::milliseconds timeout_;
-  Roll roll_;
+  RankStatus roll_;
   MPI_Comm comm_ = MPI_COMM_NULL;
   std::mutex listening_, sending_;
-  std::unique_ptr<News> inbox_ = std::make_unique<News>();
+  std::unique_ptr<RankNotice> inbox_ = std::make_unique<RankNotice>();
   const Buffers<Outbox> outbox_{new Outbox};
   MPI_Request incoming_ = MPI_REQUEST_NULL;
 };
@@ -176,7 +176,7 @@ class MpiWorld {
 // Throws where this rank has left the world.
 void check_usable(const MpiWorld& world, const GroupInfo& group, const Call& call);
 
-// What goes before each span.
+// The header of each span.
 struct Header {
   Call call;
   std::int64_t numel = 0;

@@ -1,7 +1,7 @@
 #pragma once
-// What moesh calls of NCCL, as a table of functions with types of its own. No header of NCCL or
-// CUDA is needed, so this compiles everywhere, and a table that is not NCCL (threads that share one
-// device) can run the same tests.
+// The functions of NCCL that moesh calls, as a table of functions with types of its own. No header
+// of NCCL or CUDA is needed, so this compiles everywhere, and a table that is not NCCL (threads
+// that share one device) can run the same tests.
 
 #include <c10/core/Device.h>
 
@@ -88,7 +88,7 @@ std::shared_ptr<const NcclApi> load_nccl(const std::string& path);
 /// (config), with the places, if there is none.
 std::shared_ptr<const NcclApi> installed_nccl();
 
-/// False where there is no libnccl.so.2.
+/// False without libnccl.so.2.
 bool has_nccl();
 
 }  // namespace moesh::comm

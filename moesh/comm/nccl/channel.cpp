@@ -51,7 +51,7 @@ std::shared_ptr<NcclTicket> NcclChannel::enqueue(const Call& call, const at::Ten
                                                  NcclType type) {
   const c10::DeviceGuard guard(world_.device());
   world_.throw_if_stopped();
-  Job job{.ticket = world_.new_ticket(comm_, call, group_, {x}), .x = x, .type = type};
+  ChannelCall job{.ticket = world_.new_ticket(comm_, call, group_, {x}), .x = x, .type = type};
   if (world_.blocks_host()) job.header = words_of(call).to(world_.device());
   job.origin = stream_->here();
   auto ticket = job.ticket;
@@ -63,13 +63,13 @@ std::shared_ptr<NcclTicket> NcclChannel::enqueue(const Call& call, const at::Ten
   return ticket;
 }
 
-void NcclChannel::run(const Job& job) {
+void NcclChannel::run(const ChannelCall& job) {
   if (job.header.defined()) check_header(job);
   world_.issue(*stream_, *job.ticket, *job.origin, move(job.ticket->call, job.x, job.type));
 }
 
 // The sender's call comes before what it sends.
-void NcclChannel::check_header(const Job& job) {
+void NcclChannel::check_header(const ChannelCall& job) {
   const Call& call = job.ticket->call;
   const auto ticket = world_.new_ticket(comm_, call, group_, {job.header}, job.ticket);
   world_.issue(*stream_, *ticket, *job.origin, move(call, job.header, NcclType::int64));
@@ -89,7 +89,7 @@ void NcclChannel::work() {
   while (true) {
     changed_.wait(lock, [&] { return is_ending_ || !jobs_.empty(); });
     if (jobs_.empty()) return;
-    const Job job = std::move(jobs_.front());
+    const ChannelCall job = std::move(jobs_.front());
     jobs_.pop_front();
     lock.unlock();
     try {

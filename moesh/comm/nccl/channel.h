@@ -34,16 +34,16 @@ class NcclChannel {
   std::shared_ptr<NcclTicket> enqueue(const Call& call, const at::Tensor& x, NcclType type);
 
  private:
-  struct Job {
+  struct ChannelCall {
     std::shared_ptr<NcclTicket> ticket;
-    std::shared_ptr<Origin> origin;
+    std::shared_ptr<StreamOrigin> origin;
     at::Tensor x;
     NcclType type;
     at::Tensor header;  // int64 words: the call of the sender; undefined: it is not compared
   };
   void work();
-  void run(const Job& job);
-  void check_header(const Job& job);
+  void run(const ChannelCall& job);
+  void check_header(const ChannelCall& job);
 
   NcclWorld& world_;
   const NcclComm comm_;
@@ -51,7 +51,7 @@ class NcclChannel {
   const std::unique_ptr<CommStream> stream_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job> jobs_;
+  std::deque<ChannelCall> jobs_;
   bool is_ending_ = false;
   std::thread thread_;
 };

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 #include <unistd.h>
 
 #include <algorithm>

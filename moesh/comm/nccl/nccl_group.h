@@ -54,7 +54,7 @@ void prepare_cuda();
 /// one rank a process and NCCL at hand.
 bool should_try_nccl(int num_ranks, const LaunchOptions& options);
 
-/// What each rank of the host world runs: it takes its GPU, and calls `f` with the NCCL world over
+/// Run by each rank of the host world: it takes its GPU, and calls `f` with the NCCL world over
 /// all ranks. With backend automatic, and several ranks on one GPU, `f` gets the host world. A rank
 /// that throws stops those of its own process. An empty `api` is the installed library.
 std::function<void(Group& host)> on_nccl(std::function<void(Group& world)> f, LaunchOptions options,

@@ -8,7 +8,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/observers.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::comm {
 namespace {

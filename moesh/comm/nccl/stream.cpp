@@ -13,9 +13,9 @@ c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-class DeviceOrigin final : public Origin {
+class DeviceStreamOrigin final : public StreamOrigin {
  public:
-  explicit DeviceOrigin(at::Device device)
+  explicit DeviceStreamOrigin(at::Device device)
       : stream_(current_stream(device)), event_(device.type()) {
     event_.record(stream_);
   }
@@ -38,8 +38,8 @@ class DeviceMark final : public Mark {
     const c10::Stream current = current_stream(home_.device());
     event_.block(current);
     // The memory of the operation belongs to the stream which was current at its start: once that
-    // stream waits too, the caching allocator may hand the memory out again, and nobody has to keep
-    // it.
+    // stream waits too, the caching allocator may hand the memory out again, and the caller need
+    // not keep it.
     if (current != home_) event_.block(home_);
   }
 
@@ -53,12 +53,12 @@ class DeviceMark final : public Mark {
 DeviceStream::DeviceStream(at::Device device)
     : stream_(c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, /*priority=*/-1)) {}
 
-std::shared_ptr<Origin> DeviceStream::here() {
-  return std::make_shared<DeviceOrigin>(stream_.device());
+std::shared_ptr<StreamOrigin> DeviceStream::here() {
+  return std::make_shared<DeviceStreamOrigin>(stream_.device());
 }
 
-void DeviceStream::follow(const Origin& origin) {
-  dynamic_cast<const DeviceOrigin&>(origin).hold(stream_);
+void DeviceStream::follow(const StreamOrigin& origin) {
+  dynamic_cast<const DeviceStreamOrigin&>(origin).hold(stream_);
 }
 
 void DeviceStream::run(const std::function<void()>& f) {
@@ -66,8 +66,9 @@ void DeviceStream::run(const std::function<void()>& f) {
   f();
 }
 
-std::shared_ptr<Mark> DeviceStream::mark(const Origin& origin) {
-  return std::make_shared<DeviceMark>(stream_, dynamic_cast<const DeviceOrigin&>(origin).stream());
+std::shared_ptr<Mark> DeviceStream::mark(const StreamOrigin& origin) {
+  return std::make_shared<DeviceMark>(stream_,
+                                      dynamic_cast<const DeviceStreamOrigin&>(origin).stream());
 }
 
 std::unique_ptr<CommStream> device_stream(at::Device device) {

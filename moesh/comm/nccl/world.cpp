@@ -160,7 +160,7 @@ std::shared_ptr<NcclTicket> NcclWorld::new_ticket(NcclComm comm, const Call& cal
   return ticket;
 }
 
-void NcclWorld::issue(CommStream& stream, NcclTicket& ticket, const Origin& origin,
+void NcclWorld::issue(CommStream& stream, NcclTicket& ticket, const StreamOrigin& origin,
                       const Issue& issue, const std::function<void()>& after) {
   std::shared_ptr<Mark> mark;
   {
@@ -276,7 +276,7 @@ std::string NcclWorld::error_text(NcclResult result, NcclComm comm) const {
                         last && *last ? detail::concat(": ", last) : "");
 }
 
-// What NCCL has found by itself since the last call. The lock for calls is held.
+// Errors that NCCL has found by itself since the last call. The lock for calls is held.
 NcclResult NcclWorld::state_of(NcclComm comm) const {
   NcclResult state = NcclResult::success;
   const NcclResult result = api_->get_async_error(comm, &state);
@@ -311,7 +311,7 @@ void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member
 // the host has called them. The lock of the state is held.
 bool NcclWorld::is_late(const NcclTicket& ticket) const {
   const NcclTicket& whole = ticket.message ? *ticket.message : ticket;
-  // Nobody may ever come to wait for a message: its rank may hang behind it, in a call that waits
+  // A message may never be awaited: its rank may hang behind it, in a call that waits
   // for the whole device.
   constexpr int kUnasked = 10;
   const auto due = whole.since ? std::max(*whole.since, last_end_) + timeout_
@@ -394,7 +394,7 @@ void NcclWorld::look() {
     const auto found =
         std::find_if(tickets_.begin(), tickets_.end(), [&](const auto& t) { return is_late(*t); });
     if (found != tickets_.end()) late = *found;
-    // What a channel had not called when the world ended, it never will.
+    // Calls that a channel had not made when the world ended are never made.
     if (!fault_.empty()) std::erase_if(tickets_, [](const auto& t) { return !t->mark; });
   }
   changed_.notify_all();

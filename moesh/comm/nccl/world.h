@@ -1,5 +1,5 @@
 #pragma once
-// What the NCCL groups of one rank share: the communicators, the stream they run on, and the
+// Shared by the NCCL groups of one rank: the communicators, the stream they run on, and the
 // watchdog that ends what is late.
 
 #include <ATen/core/Tensor.h>
@@ -77,14 +77,14 @@ class NcclWorld {
                                       const std::function<void()>& after = {});
   /// For messages over a communicator of two ranks. It lives as long as the world.
   NcclChannel& new_channel(NcclComm comm, std::shared_ptr<const NcclGroupInfo> ends);
-  /// What `enqueue` does in parts, for the stream of a channel: the ticket is in progress from its
+  /// `enqueue` in parts, for the stream of a channel: the ticket is in progress from its
   /// making, and another thread makes the calls.
   std::unique_ptr<CommStream> new_stream() const { return api_->make_stream(device_); }
   std::shared_ptr<NcclTicket> new_ticket(NcclComm comm, const Call& call,
                                          std::shared_ptr<const NcclGroupInfo> group,
                                          std::vector<at::Tensor> keep,
                                          std::shared_ptr<const NcclTicket> message = nullptr);
-  void issue(CommStream& stream, NcclTicket& ticket, const Origin& origin, const Issue& issue,
+  void issue(CommStream& stream, NcclTicket& ticket, const StreamOrigin& origin, const Issue& issue,
              const std::function<void()>& after = {});
 
   /// The current stream waits for it; the host does not, unless the world was made with block_host.

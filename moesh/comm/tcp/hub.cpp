@@ -42,7 +42,7 @@ bool is_sane(const FrameHeader& h, int rank, int size) {
 
 }  // namespace
 
-Hub::Hub(const Meeting& meeting)
+Hub::Hub(const Rendezvous& meeting)
     : meeting_(meeting),
       listening_(listen_at(meeting.address, meeting.port)),
       port_(port_of(listening_)),
@@ -95,7 +95,7 @@ void Hub::serve() {
     }
     std::vector<int> late;
     for (const auto& [socket, peer] : peers_)
-      if (peer.state < State::member && Clock::now() >= peer.deadline) late.push_back(socket);
+      if (peer.state < PeerState::member && Clock::now() >= peer.deadline) late.push_back(socket);
     for (const int socket : late) drop(peers_.at(socket));
   }
 }
@@ -105,9 +105,9 @@ bool Hub::has_room() {
   std::size_t num_strangers = 0;
   Peer *silent = nullptr, *slow = nullptr;
   for (auto& [socket, peer] : peers_) {
-    if (peer.state >= State::member) continue;
+    if (peer.state >= PeerState::member) continue;
     ++num_strangers;
-    Peer*& oldest = peer.state == State::greeting ? silent : slow;
+    Peer*& oldest = peer.state == PeerState::greeting ? silent : slow;
     if (!oldest || peer.deadline < oldest->deadline) oldest = &peer;
   }
   if (num_strangers < kMaxStrangers) return true;
@@ -119,7 +119,7 @@ bool Hub::has_room() {
   return true;
 }
 
-// Whether somebody came.
+// Whether a connection has arrived.
 bool Hub::welcome() {
   Descriptor socket(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) return false;
@@ -138,7 +138,7 @@ void Hub::read_from(Peer& peer) {
   char piece[kPiece];
   const auto count = ::recv(socket, piece, sizeof piece, 0);
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (count <= 0 || peer.state == State::closing) return drop(peer);
+  if (count <= 0 || peer.state == PeerState::closing) return drop(peer);
   peer.in.append(piece, static_cast<std::size_t>(count));
   understand(peer);
 }
@@ -148,16 +148,16 @@ void Hub::write_to(Peer& peer) {
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (count < 0) return drop(peer);
   peer.out.erase(0, static_cast<std::size_t>(count));
-  if (peer.state == State::closing && peer.out.empty()) drop(peer);
+  if (peer.state == PeerState::closing && peer.out.empty()) drop(peer);
 }
 
 void Hub::understand(Peer& peer) {
   const int socket = peer.socket.get();  // a peer that is dropped is gone
-  if (peer.state == State::greeting && peer.in.size() >= sizeof(Hello)) greet(peer);
+  if (peer.state == PeerState::greeting && peer.in.size() >= sizeof(Hello)) greet(peer);
   if (!peers_.contains(socket)) return;
-  if (peer.state == State::proving && peer.in.size() >= sizeof(Digest)) judge(peer);
+  if (peer.state == PeerState::proving && peer.in.size() >= sizeof(Digest)) judge(peer);
   if (!peers_.contains(socket)) return;
-  if (peer.state != State::member) return;
+  if (peer.state != PeerState::member) return;
   std::size_t done = 0;
   FrameHeader header;
   while (peer.in.size() - done >= sizeof header) {
@@ -182,7 +182,7 @@ void Hub::greet(Peer& peer) {
   peer.nonce = random_nonce();
   const Challenge challenge{proof(meeting_.secret, Side::hub, peer.hello, peer.nonce), peer.nonce};
   peer.out.append(bytes_of(challenge));
-  peer.state = State::proving;
+  peer.state = PeerState::proving;
 }
 
 void Hub::judge(Peer& peer) {
@@ -201,10 +201,10 @@ void Hub::judge(Peer& peer) {
     why = detail::concat("there is a rank ", rank, " already");
   peer.out.append(bytes_of(static_cast<Verdict>(why.size()))).append(why);
   if (!why.empty()) {
-    peer.state = State::closing;
+    peer.state = PeerState::closing;
     return;
   }
-  peer.state = State::member;
+  peer.state = PeerState::member;
   sockets_[static_cast<std::size_t>(rank)] = peer.socket.get();
   peer.out.append(waiting_[static_cast<std::size_t>(rank)]);
   waiting_[static_cast<std::size_t>(rank)].clear();
@@ -225,7 +225,7 @@ void Hub::send_to(int rank, std::string_view frame) {
 }
 
 void Hub::drop(Peer& peer) {
-  const bool was_member = peer.state == State::member;
+  const bool was_member = peer.state == PeerState::member;
   const int rank = peer.hello.rank;
   peers_.erase(peer.socket.get());
   if (was_member) lose(rank);

@@ -5,8 +5,6 @@
 // ranks that have failed.
 
 #include <map>
-#include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,7 +15,7 @@ namespace moesh::comm {
 
 class Hub {
  public:
-  explicit Hub(const Meeting& meeting);
+  explicit Hub(const Rendezvous& meeting);
   /// Waits, for a few seconds at most, until the others have said goodbye.
   ~Hub();
   Hub(const Hub&) = delete;
@@ -27,10 +25,10 @@ class Hub {
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum class State { greeting, proving, member, closing };
+  enum class PeerState { greeting, proving, member, closing };
   struct Peer {
     Descriptor socket;
-    State state = State::greeting;
+    PeerState state = PeerState::greeting;
     std::string in, out;
     Hello hello;
     Nonce nonce{};
@@ -51,7 +49,7 @@ class Hub {
   void drop(Peer& peer);
   void lose(int rank);
 
-  const Meeting meeting_;
+  const Rendezvous meeting_;
   const Descriptor listening_;
   const int port_;
   Descriptor wake_read_, wake_write_;  // a pipe: its end is the end

@@ -50,7 +50,7 @@ bool send_all(int socket, std::string_view bytes, TcpLink::Clock::time_point dea
 
 }  // namespace
 
-TcpLink::TcpLink(Meeting meeting, std::chrono::milliseconds timeout)
+TcpLink::TcpLink(Rendezvous meeting, std::chrono::milliseconds timeout)
     : meeting_(std::move(meeting)) {
   if (meeting_.rank == 0) {
     hub_ = std::make_unique<Hub>(meeting_);
@@ -96,7 +96,7 @@ void TcpLink::join(Clock::time_point deadline) {
   Challenge challenge;
   get(reinterpret_cast<char*>(&challenge), sizeof challenge, kOther);
   MOESH_CHECK(are_same(challenge.proof, proof(meeting_.secret, Side::hub, hello, challenge.nonce)),
-              ErrorKind::config, "what listens at ", place,
+              ErrorKind::config, "the process that listens at ", place,
               " does not know MOESH_SECRET: ", kOther);
   send_all(socket_.get(), bytes_of(proof(meeting_.secret, Side::rank, hello, challenge.nonce)),
            deadline);
@@ -142,11 +142,11 @@ std::optional<std::vector<char>> TcpLink::take(int from, const std::string& key,
   return frame;
 }
 
-std::shared_ptr<Roll> TcpLink::roll(std::int64_t number) {
+std::shared_ptr<RankStatus> TcpLink::roll(std::int64_t number) {
   const std::lock_guard lock(mutex_);
   auto& roll = rolls_[number];
   if (!roll) {
-    roll = std::make_shared<Roll>(meeting_.size);
+    roll = std::make_shared<RankStatus>(meeting_.size);
     for (const auto& [rank, why] : lost_) roll->failed(rank, why);
   }
   return roll;

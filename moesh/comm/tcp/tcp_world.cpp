@@ -25,7 +25,7 @@ struct World {
   TcpLink& link;
   std::int64_t number;
   milliseconds timeout;
-  std::shared_ptr<Roll> roll;
+  std::shared_ptr<RankStatus> roll;
 };
 
 // A group as its exchanges know it.
@@ -38,7 +38,7 @@ struct TcpGroupInfo {
   int world_rank() const { return members[static_cast<std::size_t>(rank)]; }
 };
 
-// What goes before each span.
+// The header of each span.
 struct SpanHeader {
   Call call;
   std::int64_t numel = 0;
@@ -170,9 +170,9 @@ class TcpRecv final : public Work {
   at::Tensor out_;
 };
 
-class Sent final : public Work {
+class FinishedWork final : public Work {
  public:
-  explicit Sent(at::Tensor x) : x_(std::move(x)) {}
+  explicit FinishedWork(at::Tensor x) : x_(std::move(x)) {}
   at::Tensor wait() override { return x_; }
 
  private:
@@ -196,7 +196,7 @@ class TcpGroup final : public HostGroup {
     check_usable(*world_, *info_, header.call, x.device());
     world_->link.send(header.call.root, FrameHeader::data, message_key(m), bytes_of(header),
                       {static_cast<const char*>(x.const_data_ptr()), x.nbytes()});
-    return std::make_unique<Sent>(x);
+    return std::make_unique<FinishedWork>(x);
   }
   std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
                                 const Message& m) override {
@@ -255,11 +255,11 @@ std::string own_secret(const Launcher& launcher) {
 TcpLink& own_link(const Launcher& launcher, milliseconds timeout) {
   static std::unique_ptr<TcpLink>& link = *new std::unique_ptr<TcpLink>;
   if (!link) {
-    link = std::make_unique<TcpLink>(Meeting{.address = launcher.address,
-                                             .port = launcher.port,
-                                             .rank = launcher.rank,
-                                             .size = launcher.num_processes,
-                                             .secret = own_secret(launcher)},
+    link = std::make_unique<TcpLink>(Rendezvous{.address = launcher.address,
+                                                .port = launcher.port,
+                                                .rank = launcher.rank,
+                                                .size = launcher.num_processes,
+                                                .secret = own_secret(launcher)},
                                      timeout);
     std::atexit([] { link.reset(); });
   }

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "moesh/comm/launch.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/comm/tcp/hub.h"
 
 namespace moesh::comm {
@@ -27,7 +27,7 @@ class TcpLink {
 
   /// Returns when rank 0 has let it in; throws Error (comm) when that is not within `timeout`, and
   /// Error (config) when rank 0 has another secret, another size, or this rank already.
-  TcpLink(Meeting meeting, std::chrono::milliseconds timeout);
+  TcpLink(Rendezvous meeting, std::chrono::milliseconds timeout);
   /// Says goodbye.
   ~TcpLink();
   TcpLink(const TcpLink&) = delete;
@@ -42,7 +42,7 @@ class TcpLink {
   /// The next frame of rank `from` under `key`, or nothing where it has not come by `until`.
   std::optional<std::vector<char>> take(int from, const std::string& key, Clock::time_point until);
   /// Which ranks have left world number `number`.
-  std::shared_ptr<Roll> roll(std::int64_t number);
+  std::shared_ptr<RankStatus> roll(std::int64_t number);
 
  private:
   void join(Clock::time_point deadline);
@@ -50,14 +50,14 @@ class TcpLink {
   void file(const FrameHeader& header, std::string key, std::vector<char> bytes);
   void fail_all(int rank, const std::string& text);
 
-  Meeting meeting_;
+  Rendezvous meeting_;
   std::unique_ptr<Hub> hub_;  // of rank 0
   Descriptor socket_;
   std::mutex sending_;
   std::mutex mutex_;
   std::condition_variable came_;
   std::map<std::pair<int, std::string>, std::deque<std::vector<char>>> frames_;
-  std::map<std::int64_t, std::shared_ptr<Roll>> rolls_;
+  std::map<std::int64_t, std::shared_ptr<RankStatus>> rolls_;
   std::map<int, std::string> lost_;  // ranks that no world will see again, and why
   bool is_ending_ = false;
   std::thread reader_;

@@ -30,7 +30,7 @@ struct FreeAddresses {
 };
 using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
 
-// What a name stands for; null for the address of all networks. `why` is set where there is
+// The address of a name; null for the address of all networks. `why` is set where there is
 // nothing.
 Addresses look_up(const char* address, int port, std::string& why) {
   addrinfo hints = {};

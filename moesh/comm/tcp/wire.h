@@ -1,5 +1,5 @@
 #pragma once
-// What goes over the connections between the processes of a world and its hub. All of them run the
+// The messages between the processes of a world and its hub. All processes run the
 // same program on machines of one kind: structures travel as they are in memory.
 //
 //   rank -> hub   Hello       who it is, and a random number
@@ -29,11 +29,11 @@ Digest hmac_sha256(std::string_view key, std::string_view bytes);
 /// In a time that does not tell where they differ.
 bool are_same(const Digest& a, const Digest& b);
 
-struct Meeting {
+struct Rendezvous {
   std::string address;  // of the machine of rank 0: a name or a number
   int port = 0;         // 0: the hub takes any that is free
   int rank = 0, size = 1;
-  std::string secret;  // the same for all, and known to nobody else
+  std::string secret;  // the same for all, and known only to them
 };
 
 using Nonce = std::array<std::uint8_t, 32>;
@@ -74,7 +74,7 @@ std::string_view bytes_of(const T& x) {
 /// From the operating system; throws Error (comm) where it has none.
 Nonce random_nonce();
 enum class Side { hub, rank };
-/// What shows that a side knows the secret, only in this meeting.
+/// Proves that a side knows the secret, for this meeting only.
 Digest proof(const std::string& secret, Side side, const Hello& hello, const Nonce& of_hub);
 
 /// A socket, or another descriptor, that is closed with it.

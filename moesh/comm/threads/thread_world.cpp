@@ -15,7 +15,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/host_group.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::comm {
 
@@ -62,7 +62,7 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-// One message. What the ends bring is written before both are there, and then by nobody.
+// One message. Both ends write before they have met, and not after.
 struct Mailbox::Letter {
   Call send, recv;
   at::Tensor x, out;
@@ -198,7 +198,7 @@ using Flag = std::atomic<bool> Slot::RankEntry::*;
 
 }  // namespace
 
-// What the ranks of one group share: the exchanges in progress.
+// Shared by the ranks of one group: the exchanges in progress.
 class ThreadGroupState {
  public:
   ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name,
@@ -222,8 +222,8 @@ class ThreadGroupState {
     return slot;
   }
 
-  // Blocks until all have posted, and returns what each sent to `rank`. From then on nobody changes
-  // the posts.
+  // Blocks until all have posted, and returns what each sent to `rank`. From then on no rank
+  // changes the posts.
   std::vector<Span> collect(int rank, const Slot& slot) {
     const auto me = static_cast<size_t>(rank);
     const Post& mine = slot.entries[me].post;

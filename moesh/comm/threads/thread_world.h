@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::comm {
 
 class ThreadGroupState;
 
-/// What the ranks of one world share.
+/// Shared by the ranks of one world.
 class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
  public:
   static std::shared_ptr<ThreadWorld> create(int num_ranks, std::chrono::milliseconds timeout);
@@ -29,9 +29,9 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   void leave(int rank, std::exception_ptr fault);
 
   std::chrono::milliseconds timeout() const { return timeout_; }
-  const Roll& roll() const { return roll_; }
+  const RankStatus& roll() const { return roll_; }
 
-  /// What the ranks of one group share; `key` tells it from the others of this world.
+  /// The state that the ranks of one group share; `key` tells it from the others of this world.
   std::shared_ptr<ThreadGroupState> state(const std::string& key, const std::string& name,
                                           const std::vector<int>& members);
 
@@ -40,7 +40,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
 
   const int num_ranks_;
   const std::chrono::milliseconds timeout_;
-  Roll roll_;
+  RankStatus roll_;
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<ThreadGroupState>> states_;
 };

@@ -118,7 +118,7 @@ Chunks prepared(const DeltaRuleInput& in, const Cut& cut) {
   at::Tensor seen = up_to(cut.C, device);
   x.e = sums.exp(), x.f = (last - sums).exp();
   if (in.starts_BL.defined()) {
-    // What fills up the last chunk is of the last document.
+    // The padding of the last chunk belongs to the last document.
     const at::Tensor filled = at::cat(
         {in.starts_BL, in.starts_BL.narrow(1, cut.L - 1, 1).expand({cut.B, cut.n * cut.C - cut.L})},
         1);

@@ -10,7 +10,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/segment_reduce.h>
 #include <ATen/ops/sigmoid.h>
@@ -107,12 +106,12 @@ at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& conf
   return out;
 }
 
-struct Hidden {
+struct HiddenTensors {
   at::Tensor h, dh_dg, dh_du;  // the derivatives only if wanted
 };
 
-Hidden hidden(Activation activation, at::Tensor g, at::Tensor u, bool derivatives) {
-  Hidden out;
+HiddenTensors hidden(Activation activation, at::Tensor g, at::Tensor u, bool derivatives) {
+  HiddenTensors out;
   if (activation == Activation::swiglu) {
     const at::Tensor s = at::sigmoid(g), silu = g * s;
     out.h = silu * u;
@@ -203,7 +202,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     d_low2_Rr = groups.rows_times(dy_RD, lora.b2_eDr).mul_(lora.scale2);
     dh.add_(groups.rows_times(d_low2_Rr, lora.a2_erF));
   }
-  Hidden v =
+  HiddenTensors v =
       hidden(config.activation,
              with_score_and_bias(saved.gate_RF, config, in.scores_R, weights.b1_eF, groups),
              with_score_and_bias(saved.up_RF, config, in.scores_R, weights.b3_eF, groups), true);
@@ -233,7 +232,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   }
   out.x = combined(in, out.x);
   const at::Tensor h = v.h.to(dtype);
-  // What a and b give is small, and they need not be there any more when the weights come later.
+  // The terms of a and b are small, and a and b may be gone when the weights come later.
   at::Tensor low2_Rr, low13_Rr;
   if (lora.a2_erF.defined()) low2_Rr = low_rank(groups, h, lora.a2_erF, lora.scale2);
   if (lora.a13_erD.defined())
@@ -259,7 +258,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     d.w3_eFD = groups.outer(du, rows_RD);
     return d;
   };
-  // Rows at their experts are several times as many as tokens: they are gathered once more.
+  // There are several times more rows at their experts than tokens: they are gathered once more.
   if (config.weights_later)
     out.weights_later = [weight_half, in, dy] { return weight_half(gathered(in, dy)); };
   else

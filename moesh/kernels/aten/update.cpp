@@ -24,7 +24,7 @@ struct Lists {
 void fused(const AdamWNumbers& n, double weight_decay, const Lists& l) {
   const auto scalar = [&](std::int64_t i) { return n.step.select(0, i).to(at::kFloat); };
   const at::Tensor divisor = n.step.select(0, 2).reciprocal().to(at::kFloat);
-  // All may be one: the kernel takes from it what a skipped step has added, and nobody reads it
+  // All may be one: the kernel takes from it what a skipped step has added, and it is not read
   // after that.
   const std::vector<at::Tensor> numbers(l.w.size(), scalar(1));
   at::_fused_adamw_(l.w, l.g, l.m, l.v, {}, numbers, scalar(0), n.beta1, n.beta2, weight_decay,

@@ -28,7 +28,8 @@ class Combine {
   };
 
   /// bias [e, D] is added to each row, times the row's score if there are `scores`.
-  Combine(const Job<T>& job, std::array<Term, kTerms> terms, const A* bias, const A* scores, T* out)
+  Combine(const ExpertsJob<T>& job, std::array<Term, kTerms> terms, const A* bias, const A* scores,
+          T* out)
       : job_(job), terms_(terms), bias_(bias), scores_(scores), out_(out) {
     // Enough tasks for all threads; the sums do not depend on how they are divided.
     const int64_t wanted = 2 * at::get_num_threads();
@@ -112,7 +113,7 @@ class Combine {
     }
   }
 
-  const Job<T>& job_;
+  const ExpertsJob<T>& job_;
   std::array<Term, kTerms> terms_;
   const A* bias_;
   const A* scores_;

@@ -52,7 +52,7 @@ template <class T>
 ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                       const ExpertsInput& input) {
   using A = Accumulate<T>;
-  const Job<T> job(config, weights, input);
+  const ExpertsJob<T> job(config, weights, input);
   const auto& ops = simd_ops<T>();
   const int64_t F = job.F, D = job.D;
   ExpertsOutput out{
@@ -137,7 +137,7 @@ typename WeightGradients<T>::Result result_in(const ExpertsWeights& d) {
 
 /// The products that `backward` has left, from what it kept: dg, du and h of all rows.
 template <class T>
-void weight_half(const Job<T>& job, const ExpertsInput& input, const at::Tensor& dy,
+void weight_half(const ExpertsJob<T>& job, const ExpertsInput& input, const at::Tensor& dy,
                  const at::Tensor& kept, const ExpertsWeights& d) {
   const T* rows = data<T>(kept);
   const int64_t size = job.R * job.Fp;
@@ -160,9 +160,9 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
                           const ExpertsSaved& saved, const at::Tensor& dy) {
   using A = Accumulate<T>;
   const bool later = config.weights_later;
-  const auto owned = std::make_shared<Job<T>>(config, weights, saved.input);
+  const auto owned = std::make_shared<ExpertsJob<T>>(config, weights, saved.input);
   if (later) owned->keep_all_rows();
-  const Job<T>& job = *owned;
+  const ExpertsJob<T>& job = *owned;
   const auto& ops = simd_ops<T>();
   const int64_t F = job.F, D = job.D;
   const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };

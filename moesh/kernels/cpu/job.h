@@ -17,7 +17,7 @@ namespace moesh::kernels::cpu {
 
 // Rows of a block: packing a panel is then 1 % of using it.
 constexpr int64_t kBlockRows = 256;
-// What lies between two GEMMs for a group of experts: a small part of a last-level cache.
+// Memory between two GEMMs for a group of experts: a small part of a last-level cache.
 constexpr int64_t kGroupBytes = 1 << 22;
 constexpr int64_t kSmallWork = 1 << 20;  // operations: ten microseconds of one core
 
@@ -43,7 +43,7 @@ T* data(const at::Tensor& t) {
 
 /// One call: sizes and pointers.
 template <class T>
-struct Job {
+struct ExpertsJob {
   using A = Accumulate<T>;
   int64_t num_experts, F, D, R, num_tokens;
   int64_t Fp;  // stride of [R, F] tensors that are left operands
@@ -58,7 +58,7 @@ struct Job {
   std::vector<RowBlock> blocks;
   std::vector<ExpertGroup> groups;  // at least one, also if there are no experts
 
-  Job(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
+  ExpertsJob(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
     num_experts = w.w1_eFD.size(0), F = w.w1_eFD.size(1), D = w.w1_eFD.size(2), Fp = padded<T>(F);
     num_tokens = in.x.size(0), R = in.token_R.defined() ? in.token_R.size(0) : num_tokens;
     clamped = config.activation == Activation::clamped_swiglu;
@@ -95,7 +95,7 @@ struct Job {
     if (indexed) check_tokens();
   }
 
-  /// What lies between two GEMMs is kept, for the rows of all groups.
+  /// The results between two GEMMs are kept, for the rows of all groups.
   void keep_all_rows() {
     for (ExpertGroup& g : groups) g.kept_from = 0;
   }
@@ -112,7 +112,7 @@ struct Job {
     for (const ExpertGroup& g : groups) most = std::max(most, g.rows());
     return most;
   }
-  /// Workers for so many tasks: one if all the work is less than what waking another costs.
+  /// Workers for this many tasks: one if all the work costs less than waking another.
   int64_t workers(int64_t num_tasks) const {
     return 6 * R * F * D < kSmallWork ? 1 : num_workers(num_tasks);
   }

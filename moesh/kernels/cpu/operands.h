@@ -38,7 +38,7 @@ class Arena {
   std::int64_t left_;
 };
 
-/// `bytes` for each of so many workers.
+/// `bytes` for each worker.
 class Scratch {
  public:
   Scratch(std::int64_t workers, std::int64_t bytes)

@@ -161,7 +161,7 @@ struct SimdOps {
                const T* b, std::int64_t ldb, A* c, std::int64_t ldc, bool add);
 };
 
-/// What one instruction set offers.
+/// The operations of one instruction set.
 struct SimdTable {
   const char* name;
   SimdOps<double> f64;

@@ -40,12 +40,12 @@ inline V sigmoid(V x) {
 }
 
 template <class V>
-struct Hidden {
+struct VectorActivation {
   V h, dh_dg, dh_du;
 };
 
 template <bool kClamped, class V>
-inline __attribute__((always_inline)) Hidden<V> hidden(V g, V u) {
+inline __attribute__((always_inline)) VectorActivation<V> hidden(V g, V u) {
   if constexpr (kClamped) {
     const V limit = V{} + 7, zero = V{};
     const V gc = g > limit ? limit : g;
@@ -61,8 +61,8 @@ inline __attribute__((always_inline)) Hidden<V> hidden(V g, V u) {
   }
 }
 
-// What a loop reads is copied to locals first: the compiler cannot know that its stores leave the
-// argument struct only.
+// Values that a loop reads are copied to locals first: the compiler cannot know that its stores
+// leave the argument struct only.
 template <bool kClamped, class T>
 void activate_rows(const Activate<T>& a) {
   using A = Accumulate<T>;
@@ -107,7 +107,7 @@ void activate_backward_rows(const ActivateBackward<T>& a) {
     V d_pre{}, d_post{};
     for_lanes<A>(columns, [&](int64_t j, int64_t n) {
       const V gj = load(g + j, n), uj = load(u + j, n), dhj = load(dh + j, n);
-      Hidden<V> v;
+      VectorActivation<V> v;
       if constexpr (kPlain)
         v = hidden<kClamped>(gj, uj);
       else

@@ -74,7 +74,8 @@ void softmax_backward(const SoftmaxBackward<T>& a) {
     A *s = a.s + r * a.ld, *dp = a.dp + r * a.ld;
     T *p = a.p + r * a.ld, *ds = a.ds + r * a.ld;
     const A lse = a.lse[r];
-    // What the query does not see, and what no one wrote, must not count in the sum below.
+    // Keys that the query does not see, and memory that was not written, must not count in the sum
+    // below.
     for (int64_t j = all.begin; j < begin; ++j) s[j] = dp[j] = A(0);
     for (int64_t j = end; j < all.end; ++j) s[j] = dp[j] = A(0);
     V sums{};

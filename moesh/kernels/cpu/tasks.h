@@ -9,13 +9,13 @@
 
 namespace moesh::kernels::cpu {
 
-/// How many workers run_tasks uses for so many tasks.
+/// How many workers run_tasks uses for this many tasks.
 inline std::int64_t num_workers(std::int64_t num_tasks) {
   return std::max<std::int64_t>(
       1, std::min<std::int64_t>(num_tasks, at::in_parallel_region() ? 1 : at::get_num_threads()));
 }
 
-/// Calls f(worker) once for each of so many workers, on as many threads as ATen gives; returns when
+/// Calls f(worker) once for each worker, on the threads that ATen gives; returns when
 /// all are done. The first exception comes back. (at::parallel_for is a template whose OpenMP
 /// pragma must be compiled by the caller: without -fopenmp it is silently serial, and with it a
 /// second OpenMP runtime beside that of the library may come in.)

@@ -25,7 +25,7 @@ class WeightGradients {
     T* b2;            // [e, D] or null
   };
   /// dg, du, h: rows of the current group.
-  WeightGradients(const Job<T>& job, RowView<T> x, RowView<T> dy, const T* dg, const T* du,
+  WeightGradients(const ExpertsJob<T>& job, RowView<T> x, RowView<T> dy, const T* dg, const T* du,
                   const T* h, Result result)
       : job_(job), x_(x), dy_(dy), dg_(dg), du_(du), h_(h), result_(result) {
     tile_ = std::clamp(kTileElements / std::max<int64_t>(1, job.most_rows()) / 16 * 16, int64_t{16},
@@ -120,7 +120,7 @@ class WeightGradients {
     }
   }
 
-  const Job<T>& job_;
+  const ExpertsJob<T>& job_;
   RowView<T> x_, dy_;
   const T *dg_, *du_, *h_;
   Result result_;

@@ -1,5 +1,5 @@
 #pragma once
-// What follows the GEMMs elementwise. Warps take rows of results from shared memory, four at a
+// Elementwise work after the GEMMs. Warps take rows of results from shared memory, four at a
 // time: eight columns of a row per lane, which are read and written as 16 bytes.
 //   swiglu          h = silu(g) u
 //   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) g sigmoid(1.702 g)
@@ -73,14 +73,14 @@ struct Scores {
   }
 };
 
-struct Hidden {
+struct ActivationResult {
   float h, dh_dg, dh_du;
 };
-__device__ __forceinline__ Hidden swiglu(float g, float u) {
+__device__ __forceinline__ ActivationResult swiglu(float g, float u) {
   const float sigma = ptx::sigmoid(g), silu = g * sigma;
   return {silu * u, u * sigma * (1.f + g - silu), silu};
 }
-__device__ __forceinline__ Hidden clamped_swiglu(float g, float u) {
+__device__ __forceinline__ ActivationResult clamped_swiglu(float g, float u) {
   constexpr float kLimit = 7.f, kAlpha = 1.702f;
   const float gc = g > kLimit ? kLimit : g;  // not fminf: a NaN stays one
   const float uc = (u > kLimit ? kLimit : u < -kLimit ? -kLimit : u) + 1.f;
@@ -123,7 +123,7 @@ struct RowActivation {
     }
   }
   template <bool kClamped>
-  __device__ __forceinline__ Hidden at(int i, float gate, float up) const {
+  __device__ __forceinline__ ActivationResult at(int i, float gate, float up) const {
     if constexpr (kPlain) return swiglu(gate, up);
     const float g = before * gate + b1[i], u = before * up + b3[i];
     return kClamped ? clamped_swiglu(g, u) : swiglu(g, u);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
 template <bool kPlain>
 class FinishDh {
  public:
-  /// Of a warp: gate and up of a lane's columns of one row, in four blocks of 64 columns.
+  /// A warp's gate and up: a lane's columns of one row, in four blocks of 64 columns.
   static constexpr int kBytes = 4 * 2 * 32 * 16;
 
   /// A slab of up to 128 rows: the whole height of a tile. `inputs` are kBytes of shared memory.
@@ -268,7 +268,7 @@ class FinishDh {
     with_activation<kPlain>(e_, [&]<bool kClamped>() {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const Hidden v = activation.template at<kClamped>(i, gate[i], up[i]);
+        const ActivationResult v = activation.template at<kClamped>(i, gate[i], up[i]);
         const float d = activation.after * p[i], dg = d * v.dh_dg, du = d * v.dh_du;
         act[i] = activation.after * v.h;
         if constexpr (kPlain) {

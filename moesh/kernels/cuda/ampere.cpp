@@ -38,8 +38,8 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   const auto options = scores_TE.options();
   TopK out{at::empty({num_tokens, k}, options),
            at::empty({num_tokens, k}, options.dtype(at::kLong))};
-  // Nobody asks for the token of a NaN, for which the host would wait: a NaN is chosen first, and
-  // ends the step as its loss.
+  // The token of a NaN is not reported, because the host would have to wait for it: a NaN is chosen
+  // first, and ends the step as its loss.
   run("top_k", cuda::top_k, static_cast<const float*>(floats(scores_TE)), num_tokens, num_experts,
       k, floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>());
   return out;

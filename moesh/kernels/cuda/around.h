@@ -17,7 +17,7 @@ struct Norm {
 Error norm(const Norm&, const void* x, void* y, float* r_N, Stream);
 /// The number of floats that norm_backward needs besides its results.
 std::int64_t norm_workspace(const Norm&);
-/// d_weight is null where there is no weight. Its terms are summed in a fixed order. `beside`
+/// d_weight is null without a weight. Its terms are summed in a fixed order. `beside`
 /// (null: 0) is added to dx.
 Error norm_backward(const Norm&, const void* x, const float* r_N, const void* dy,
                     const void* beside, float* workspace, void* dx, float* d_weight, Stream);

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 128, kTaps = 4;
 constexpr int kForwardRun = 32, kBackwardRun = 128;  // tokens
 
-struct Params {
+struct ConvolutionParams {
   Convolution c;
   const bf16* x;
   bf16* y;  // of backward: dx
@@ -26,7 +26,7 @@ struct Channels {
   float w[kTaps][8];  // by the distance to the token
   bool exist;
 
-  __device__ explicit Channels(const Params& p) {
+  __device__ explicit Channels(const ConvolutionParams& p) {
     const int64_t pieces = p.c.width / 8,
                   i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, head = i / pieces,
                   channel = i % pieces * 8, b = blockIdx.z;
@@ -42,7 +42,7 @@ struct Channels {
       w[0][j] = taps.w, w[1][j] = taps.z, w[2][j] = taps.y, w[3][j] = taps.x;
     }
   }
-  __device__ void load(const Params& p, int64_t token, float (&v)[8]) const {
+  __device__ void load(const ConvolutionParams& p, int64_t token, float (&v)[8]) const {
     unpack(token >= 0 ? __ldg(reinterpret_cast<const uint4*>(p.x + at_x + token * p.c.strides[1]))
                       : uint4{},
            v);
@@ -50,7 +50,7 @@ struct Channels {
 };
 
 /// How many tokens before `token` are of its document, as far as the taps reach.
-__device__ __forceinline__ int reach(const Params& p, int64_t token) {
+__device__ __forceinline__ int reach(const ConvolutionParams& p, int64_t token) {
   const int64_t start =
       p.c.starts ? p.c.starts[static_cast<int64_t>(blockIdx.z) * p.c.length + token] : 0;
   return static_cast<int>(min(token - start, static_cast<int64_t>(kTaps - 1)));
@@ -76,7 +76,7 @@ __device__ __forceinline__ void move_on(float (&x)[kTaps][8]) {
     for (int j = 0; j < 8; ++j) x[s][j] = x[s - 1][j];
 }
 
-__global__ void __launch_bounds__(kThreads) convolution_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads) convolution_kernel(const ConvolutionParams p) {
   const Channels c(p);
   if (!c.exist) return;
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kForwardRun,
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) convolution_kernel(const Params p) {
 
 /// dz = dy silu'(z); dx_t is the sum of w_s dz_{t + s}, and dw_s that of dz_t x_{t - s}, in a
 /// document. The run goes on for three tokens whose own sums belong to the next one.
-__global__ void __launch_bounds__(kThreads) convolution_backward_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads) convolution_backward_kernel(const ConvolutionParams p) {
   const Channels c(p);
   if (!c.exist) return;
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kBackwardRun,
@@ -146,7 +146,7 @@ dim3 grid_of(const Convolution& c, int run) {
           static_cast<unsigned>((c.length + run - 1) / run), static_cast<unsigned>(c.batch)};
 }
 
-Params params_of(const Convolution& c, const void* x, void* y) {
+ConvolutionParams params_of(const Convolution& c, const void* x, void* y) {
   return {.c = c,
           .x = static_cast<const bf16*>(x),
           .y = static_cast<bf16*>(y),
@@ -164,7 +164,7 @@ Error convolution(const Convolution& c, const void* x, void* y, Stream stream) {
 
 Error convolution_backward(const Convolution& c, const void* x, const void* dy, float* dw_terms,
                            void* dx, Stream stream) {
-  Params p = params_of(c, x, dx);
+  ConvolutionParams p = params_of(c, x, dx);
   p.dy = static_cast<const bf16*>(dy), p.dw_terms = dw_terms;
   convolution_backward_kernel<<<grid_of(c, kBackwardRun), kThreads, 0,
                                 static_cast<cudaStream_t>(stream)>>>(p);

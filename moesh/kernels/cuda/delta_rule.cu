@@ -25,8 +25,8 @@ namespace moesh::kernels::cuda {
 namespace {
 
 using mma::each_pair;
+using mma::OperandRows;
 using mma::product;
-using mma::Rows;
 
 constexpr int kThreads = 256;
 constexpr int kC = 64, kD = 128;  // tokens of a chunk, features of a head
@@ -37,7 +37,7 @@ struct __align__(16) Token {
 };
 
 /// Where the parts of the workspace lie. Tokens are in chunks, the last one filled up.
-struct Work {
+struct Workspace {
   bf16 *q, *k;               // [B, g, nC, d], of length 1 (q: / sqrt(d))
   bf16 *p, *t;               // [B, h, n, C, C]
   bf16 *states, *d_states;   // [B, h, n, d, d]: before a chunk, and the gradient of that after it
@@ -47,9 +47,9 @@ struct Work {
   int* cuts;                 // [B, nC]
 };
 
-struct Params {
+struct DeltaRuleParams {
   DeltaRule rule;
-  Work work;
+  Workspace work;
   int num_chunks, group;  // group: value heads of a key head
   const bf16* qkv;
   bf16* y;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void clear(float (&d)[kTiles][4]) {
 
 /// The tile of this warp in a result of 64 rows and kColumns columns.
 template <int kColumns>
-struct Place {
+struct WarpTile {
   static constexpr int kTiles = kColumns / 16;
   int row = threadIdx.x / 32 % 4 * 16, column = threadIdx.x / 128 * (kColumns / 2);
 };
@@ -151,8 +151,9 @@ struct PrepareMemory {
 };
 
 /// Queries or keys of a chunk, of length 1 times `scale`, into shared memory and the workspace.
-__device__ __forceinline__ void unit_rows(const Params& p, int b, int g, int n, int first_feature,
-                                          float scale, bf16* shared, bf16* out, float* scales) {
+__device__ __forceinline__ void unit_rows(const DeltaRuleParams& p, int b, int g, int n,
+                                          int first_feature, float scale, bf16* shared, bf16* out,
+                                          float* scales) {
   const int lane = threadIdx.x % 16;
   for (int row = threadIdx.x / 16; row < kC; row += kThreads / 16) {
     const int64_t token = static_cast<int64_t>(n) * kC + row;
@@ -224,7 +225,7 @@ __device__ __forceinline__ void invert(PrepareMemory& m) {
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const DeltaRuleParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   PrepareMemory& m = *reinterpret_cast<PrepareMemory*>(memory);
   const int n = blockIdx.x, g = blockIdx.y, b = blockIdx.z, thread = threadIdx.x;
@@ -246,8 +247,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
   const bool of_keys = thread < 128;
   float dots[8][4];
   clear(dots);
-  product<Rows::kept, Rows::kept, kD>(dots, (of_keys ? m.k : m.q) + row0 * kWide, kWide, m.k,
-                                      kWide);
+  product<OperandRows::kept, OperandRows::kept, kD>(dots, (of_keys ? m.k : m.q) + row0 * kWide,
+                                                    kWide, m.k, kWide);
 #pragma unroll 1
   for (int h = g * p.group; h < (g + 1) * p.group; ++h) {
     const int64_t chunk = p.value_chunk(b, h, n);
@@ -329,14 +330,14 @@ __device__ __forceinline__ void load_scalars(Token* to, const Token* from) {
 
 /// kKeep: of backward.
 template <bool kKeep, int kV>
-__global__ void __launch_bounds__(kThreads, 2) scan_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads, 2) scan_kernel(const DeltaRuleParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   using Memory = ScanMemory<kV>;
   Memory& m = *reinterpret_cast<Memory*>(memory);
-  constexpr int kPitch = Memory::kPitch, kTiles = Place<kV>::kTiles;
+  constexpr int kPitch = Memory::kPitch, kTiles = WarpTile<kV>::kTiles;
   const int first_v = blockIdx.x * kV, h = blockIdx.y, b = blockIdx.z, g = h / p.group;
   const int warp = threadIdx.x / 32;
-  const Place<kV> place;
+  const WarpTile<kV> place;
 
   const auto load_first = [&](int n) {  // what is read first, and first no more
     const int64_t first = static_cast<int64_t>(n) * kC;
@@ -382,8 +383,8 @@ __global__ void __launch_bounds__(kThreads, 2) scan_kernel(const Params p) {
       store_tile<kD, kV>(p.work.states + chunk * kD * kD + first_v, kD, m.state, kPitch);
     float of_k[kTiles][4], of_q[kTiles][4];
     clear(of_k), clear(of_q);
-    product<Rows::kept, Rows::contracted, kD>(of_k, m.k + place.row * kWide, kWide,
-                                              m.state + place.column, kPitch);
+    product<OperandRows::kept, OperandRows::contracted, kD>(of_k, m.k + place.row * kWide, kWide,
+                                                            m.state + place.column, kPitch);
     each_pair(of_k, [&](int row, int column, float x, float y) {
       row += place.row, column += place.column;
       const Token token = m.tokens[row];
@@ -392,13 +393,13 @@ __global__ void __launch_bounds__(kThreads, 2) scan_kernel(const Params p) {
                  token.beta * (v.y - token.e * y));
     });
     if constexpr (!kKeep)
-      product<Rows::kept, Rows::contracted, kD>(of_q, m.q + place.row * kWide, kWide,
-                                                m.state + place.column, kPitch);
+      product<OperandRows::kept, OperandRows::contracted, kD>(of_q, m.q + place.row * kWide, kWide,
+                                                              m.state + place.column, kPitch);
     __syncthreads();
     if (has_next) load_first(n + 1);
     clear(of_k);
-    product<Rows::kept, Rows::contracted, kC>(of_k, m.t + place.row * kNarrow, kNarrow,
-                                              m.r + place.column, kPitch);
+    product<OperandRows::kept, OperandRows::contracted, kC>(of_k, m.t + place.row * kNarrow,
+                                                            kNarrow, m.r + place.column, kPitch);
     each_pair(of_k, [&](int row, int column, float x, float y) {
       row += place.row, column += place.column;
       const float f = m.tokens[row].f;
@@ -409,7 +410,8 @@ __global__ void __launch_bounds__(kThreads, 2) scan_kernel(const Params p) {
     if (has_next) load_inverse(n + 1);
     const float last = m.tokens[kC - 1].e;
     each_pair(state, [&](int, int, float& x, float& y) { x *= last, y *= last; });
-    product<Rows::contracted, Rows::contracted, kC>(state, m.k + warp * 16, kWide, m.f_n, kPitch);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(state, m.k + warp * 16, kWide,
+                                                                  m.f_n, kPitch);
     if constexpr (kKeep) {
       store_tile<kC, kV>(p.work.n + chunk * kC * kD + first_v, kD, m.n, kPitch);
     } else {
@@ -417,8 +419,8 @@ __global__ void __launch_bounds__(kThreads, 2) scan_kernel(const Params p) {
         const float e = m.tokens[place.row + row].e;
         x *= e, y *= e;
       });
-      product<Rows::kept, Rows::contracted, kC>(of_q, m.p + place.row * kNarrow, kNarrow,
-                                                m.n + place.column, kPitch);
+      product<OperandRows::kept, OperandRows::contracted, kC>(of_q, m.p + place.row * kNarrow,
+                                                              kNarrow, m.n + place.column, kPitch);
       each_pair(of_q, [&](int row, int column, float x, float y) {
         const int64_t token = first + place.row + row;
         if (token < p.rule.length)
@@ -450,15 +452,15 @@ struct ReverseMemory {
 };
 
 template <int kV>
-__global__ void __launch_bounds__(kThreads, 2) reverse_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads, 2) reverse_kernel(const DeltaRuleParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   using Memory = ReverseMemory<kV>;
   Memory& m = *reinterpret_cast<Memory*>(memory);
-  constexpr int kPitch = Memory::kPitch, kTiles = Place<kV>::kTiles;
+  constexpr int kPitch = Memory::kPitch, kTiles = WarpTile<kV>::kTiles;
   bf16 *d_r = m.dy, *r_k = m.p;  // dR and -beta e dR, where these have been read
   const int first_v = blockIdx.x * kV, h = blockIdx.y, b = blockIdx.z, g = h / p.group;
   const int warp = threadIdx.x / 32;
-  const Place<kV> place;
+  const WarpTile<kV> place;
   const auto load = [&](int n) {
     const int64_t first = static_cast<int64_t>(n) * kC, chunk = p.value_chunk(b, h, n);
     const int num_tokens = static_cast<int>(min(p.rule.length - first, int64_t{kC}));
@@ -485,8 +487,8 @@ __global__ void __launch_bounds__(kThreads, 2) reverse_kernel(const Params p) {
     store_tile<kD, kV>(p.work.d_states + chunk * kD * kD + first_v, kD, m.state, kPitch);
     float d[kTiles][4];
     clear(d);
-    product<Rows::kept, Rows::contracted, kD>(d, m.k + place.row * kWide, kWide,
-                                              m.state + place.column, kPitch);
+    product<OperandRows::kept, OperandRows::contracted, kD>(d, m.k + place.row * kWide, kWide,
+                                                            m.state + place.column, kPitch);
     each_pair(d, [&](int row, int column, float& x, float& y) {
       row += place.row, column += place.column;
       const Token token = m.tokens[row];
@@ -494,15 +496,15 @@ __global__ void __launch_bounds__(kThreads, 2) reverse_kernel(const Params p) {
       const float2 dy = load_pair(m.dy + row * kPitch + column);
       store_pair(m.e_dy + row * kPitch + column, token.e * dy.x, token.e * dy.y);
     });
-    product<Rows::contracted, Rows::contracted, kC>(d, m.p + place.row, kNarrow,
-                                                    m.dy + place.column, kPitch);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(d, m.p + place.row, kNarrow,
+                                                                  m.dy + place.column, kPitch);
     each_pair(d, [&](int row, int column, float x, float y) {
       store_pair(m.d_n + (place.row + row) * kPitch + place.column + column, x, y);
     });
     __syncthreads();
     clear(d);
-    product<Rows::contracted, Rows::contracted, kC>(d, m.t + place.row, kNarrow,
-                                                    m.d_n + place.column, kPitch);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(d, m.t + place.row, kNarrow,
+                                                                  m.d_n + place.column, kPitch);
     each_pair(d, [&](int row, int column, float x, float y) {
       row += place.row, column += place.column;
       const float factor = -m.tokens[row].beta * m.tokens[row].e;
@@ -513,8 +515,10 @@ __global__ void __launch_bounds__(kThreads, 2) reverse_kernel(const Params p) {
     store_tile<kC, kV>(p.work.d_r + chunk * kC * kD + first_v, kD, d_r, kPitch);
     const float last = m.tokens[kC - 1].e;
     each_pair(state, [&](int, int, float& x, float& y) { x *= last, y *= last; });
-    product<Rows::contracted, Rows::contracted, kC>(state, m.q + warp * 16, kWide, m.e_dy, kPitch);
-    product<Rows::contracted, Rows::contracted, kC>(state, m.k + warp * 16, kWide, r_k, kPitch);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(state, m.q + warp * 16, kWide,
+                                                                  m.e_dy, kPitch);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(state, m.k + warp * 16, kWide,
+                                                                  r_k, kPitch);
     __syncthreads();
     if (n > 0) load(n - 1);
   }
@@ -536,7 +540,7 @@ struct FinishMemory {
 };
 
 /// The part of a warp in products of 64 rows and 128 columns: 16 rows and 32 columns.
-struct Part {
+struct WarpPart {
   int side = threadIdx.x / 128, row = threadIdx.x / 32 % 4 * 16, column = side * 32;
   int lane_row = row + threadIdx.x % 32 / 4, lane_column = column + threadIdx.x % 4 * 2;
 
@@ -577,7 +581,7 @@ __device__ __forceinline__ void sum_of_4(float (&sums)[2]) {
   }
 }
 
-/// What the warps that have a row add up to.
+/// The sum of the warps that have a row.
 __device__ __forceinline__ float over_sides(const float (&sums)[kSides][kC], int row) {
   float sum = 0.f;
 #pragma unroll
@@ -587,12 +591,12 @@ __device__ __forceinline__ float over_sides(const float (&sums)[kSides][kC], int
 
 /// From the gradient of a vector of some length to that of v, of which it is scale v:
 /// scale (d - unit <unit, d> / length^2).
-__device__ __forceinline__ void write_unit_gradient(const Params& p, FinishMemory& m,
+__device__ __forceinline__ void write_unit_gradient(const DeltaRuleParams& p, FinishMemory& m,
                                                     float (&d)[4][4], const bf16* unit,
                                                     float inverse_square, const float* scales,
                                                     int first_feature) {
   const int n = blockIdx.x, g = blockIdx.y, b = blockIdx.z;
-  const Part part;
+  const WarpPart part;
   float along[2] = {};
   part.dot(d, unit, along);
   sum_of_4(along);
@@ -612,7 +616,7 @@ __device__ __forceinline__ void write_unit_gradient(const Params& p, FinishMemor
   });
 }
 
-__global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params p) {
+__global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const DeltaRuleParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   FinishMemory& m = *reinterpret_cast<FinishMemory*>(memory);
   const int n = blockIdx.x, g = blockIdx.y, b = blockIdx.z, thread = threadIdx.x;
@@ -620,7 +624,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params 
   const int64_t first = static_cast<int64_t>(n) * kC;
   const int num_tokens = static_cast<int>(min(p.rule.length - first, int64_t{kC}));
   const int64_t key_chunk = p.key_chunk(b, g, n);
-  const Part part;
+  const WarpPart part;
   const int square_row = part.row, square_column = part.side * 16;  // in products of 64 columns
   load_tile<kC, kD, kFinishThreads>(m.q, kWide, p.work.q + key_chunk * kC * kD, kD);
   load_tile<kC, kD, kFinishThreads>(m.k, kWide, p.work.k + key_chunk * kC * kD, kD);
@@ -645,10 +649,10 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params 
     {
       float of_p[2][4], of_a[2][4];
       clear(of_p), clear(of_a);
-      product<Rows::kept, Rows::kept, kD>(of_p, m.dy + square_row * kWide, kWide,
-                                          m.n + square_column * kWide, kWide);
-      product<Rows::kept, Rows::kept, kD>(of_a, m.d_r + square_row * kWide, kWide,
-                                          m.n + square_column * kWide, kWide);
+      product<OperandRows::kept, OperandRows::kept, kD>(of_p, m.dy + square_row * kWide, kWide,
+                                                        m.n + square_column * kWide, kWide);
+      product<OperandRows::kept, OperandRows::kept, kD>(of_a, m.d_r + square_row * kWide, kWide,
+                                                        m.n + square_column * kWide, kWide);
       const auto factor = [&](int i, int j) {
         return j > i || j < m.cuts[i] ? 0.f : expf(m.tokens[i].c - m.tokens[j].c);
       };
@@ -684,43 +688,43 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params 
     mma::loaded<1>();
     __syncthreads();
 
-    // Of the two rows of this lane: <q, dq>, <k, d(beta k)>, <k, dk but for that>, <k, f N dS'>.
+    // For the two rows of this lane: <q, dq>, <k, d(beta k)>, <k, dk but for that>, <k, f N dS'>.
     float of_q[2] = {}, of_beta[2] = {}, of_k[2] = {}, of_f[2] = {};
     float d[4][4], of_state[4][4];
     clear(d), clear(of_state);
-    product<Rows::kept, Rows::contracted, kC>(d, m.of_p + part.row * kNarrow, kNarrow,
-                                              m.k + part.column, kWide);
-    product<Rows::kept, Rows::kept, kD>(of_state, m.dy + part.row * kWide, kWide,
-                                        m.state + part.column * kWide, kWide);
+    product<OperandRows::kept, OperandRows::contracted, kC>(d, m.of_p + part.row * kNarrow, kNarrow,
+                                                            m.k + part.column, kWide);
+    product<OperandRows::kept, OperandRows::kept, kD>(of_state, m.dy + part.row * kWide, kWide,
+                                                      m.state + part.column * kWide, kWide);
     add(d, of_state, [&](int i) { return m.tokens[part.lane_row + 8 * i].e; });
     part.dot(d, m.q, of_q);
     add(dq, d, [](int) { return 1.f; });
 
     clear(d), clear(of_state);  // d(beta k)
-    product<Rows::kept, Rows::contracted, kC>(d, m.of_a + part.row * kNarrow, kNarrow,
-                                              m.k + part.column, kWide);
-    product<Rows::kept, Rows::kept, kD>(of_state, m.d_r + part.row * kWide, kWide,
-                                        m.state + part.column * kWide, kWide);
+    product<OperandRows::kept, OperandRows::contracted, kC>(d, m.of_a + part.row * kNarrow, kNarrow,
+                                                            m.k + part.column, kWide);
+    product<OperandRows::kept, OperandRows::kept, kD>(of_state, m.d_r + part.row * kWide, kWide,
+                                                      m.state + part.column * kWide, kWide);
     add(d, of_state, [&](int i) { return -m.tokens[part.lane_row + 8 * i].e; });
     part.dot(d, m.k, of_beta);
     add(dk, d, [&](int i) { return m.tokens[part.lane_row + 8 * i].beta; });
 
     clear(d), clear(of_state);
-    product<Rows::contracted, Rows::contracted, kC>(d, m.beta_of_a + part.row, kNarrow,
-                                                    m.k + part.column, kWide);
-    product<Rows::contracted, Rows::contracted, kC>(d, m.of_p + part.row, kNarrow,
-                                                    m.q + part.column, kWide);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(
+        d, m.beta_of_a + part.row, kNarrow, m.k + part.column, kWide);
+    product<OperandRows::contracted, OperandRows::contracted, kC>(d, m.of_p + part.row, kNarrow,
+                                                                  m.q + part.column, kWide);
     mma::loaded<0>();
     __syncthreads();
-    product<Rows::kept, Rows::kept, kD>(of_state, m.n + part.row * kWide, kWide,
-                                        m.d_state + part.column * kWide, kWide);
+    product<OperandRows::kept, OperandRows::kept, kD>(of_state, m.n + part.row * kWide, kWide,
+                                                      m.d_state + part.column * kWide, kWide);
     part.dot(of_state, m.k, of_f);
     const auto f = [&](int i) { return m.tokens[part.lane_row + 8 * i].f; };
     add(d, of_state, f);
     part.dot(d, m.k, of_k);
     add(dk, d, [](int) { return 1.f; });
     sum_of_4(of_q), sum_of_4(of_beta), sum_of_4(of_k), sum_of_4(of_f);
-    // Of c_last: the rows of this warp, and a share of <S, dS>.
+    // For c_last: the rows of this warp, and a share of <S, dS>.
     float of_last = lane % 4 == 0 ? f(0) * of_f[0] + f(1) * of_f[1] : 0.f;
     {
       float sum = 0.f;
@@ -776,8 +780,8 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params 
 
 // ---- host ----
 
-Work laid_out(const DeltaRule& r, bool backward, void* base) {
-  Work w = {};
+Workspace laid_out(const DeltaRule& r, bool backward, void* base) {
+  Workspace w = {};
   const std::int64_t chunks = r.batch * ((r.length + kC - 1) / kC),
                      of_keys = chunks * r.num_key_heads, of_values = chunks * r.num_value_heads;
   auto* next = static_cast<std::uint8_t*>(base);
@@ -796,8 +800,8 @@ Work laid_out(const DeltaRule& r, bool backward, void* base) {
   return w;
 }
 
-Params params_of(const DeltaRule& r, bool backward, const void* qkv, void* workspace) {
-  Params p = {};
+DeltaRuleParams params_of(const DeltaRule& r, bool backward, const void* qkv, void* workspace) {
+  DeltaRuleParams p = {};
   p.rule = r, p.work = laid_out(r, backward, workspace);
   p.num_chunks = static_cast<int>((r.length + kC - 1) / kC);
   p.group = static_cast<int>(r.num_value_heads / r.num_key_heads);
@@ -806,19 +810,19 @@ Params params_of(const DeltaRule& r, bool backward, const void* qkv, void* works
 }
 
 template <class Kernel>
-Error launch(Prepared& prepared, Kernel kernel, dim3 grid, std::size_t bytes, const Params& p,
-             Stream stream, int threads = kThreads) {
+Error launch(Prepared& prepared, Kernel kernel, dim3 grid, std::size_t bytes,
+             const DeltaRuleParams& p, Stream stream, int threads = kThreads) {
   int num_blocks = 0;
   if (Error error = prepared(kernel, threads, static_cast<int>(bytes), 1, num_blocks)) return error;
   kernel<<<grid, threads, bytes, static_cast<cudaStream_t>(stream)>>>(p);
   return text_of(cudaGetLastError());
 }
 
-dim3 by_chunk(const Params& p) {
+dim3 by_chunk(const DeltaRuleParams& p) {
   return {static_cast<unsigned>(p.num_chunks), static_cast<unsigned>(p.rule.num_key_heads),
           static_cast<unsigned>(p.rule.batch)};
 }
-dim3 by_head(const Params& p, int v) {
+dim3 by_head(const DeltaRuleParams& p, int v) {
   return {static_cast<unsigned>(kD / v), static_cast<unsigned>(p.rule.num_value_heads),
           static_cast<unsigned>(p.rule.batch)};
 }
@@ -833,7 +837,7 @@ Error with_features(const DeltaRule& r, F f) {
 }
 
 template <bool kKeep>
-Error prepare_and_scan(const Params& p, Stream stream) {
+Error prepare_and_scan(const DeltaRuleParams& p, Stream stream) {
   static Prepared prepare;
   if (Error error = launch(prepare, prepare_kernel, by_chunk(p), sizeof(PrepareMemory), p, stream))
     return error;
@@ -847,7 +851,7 @@ Error prepare_and_scan(const Params& p, Stream stream) {
 
 Error delta_rule(const DeltaRule& r, const void* qkv, const float* first_state, void* workspace,
                  void* y, float* last_state, Stream stream) {
-  Params p = params_of(r, false, qkv, workspace);
+  DeltaRuleParams p = params_of(r, false, qkv, workspace);
   p.y = static_cast<bf16*>(y), p.first_state = first_state, p.last_state = last_state;
   return prepare_and_scan<false>(p, stream);
 }
@@ -855,7 +859,7 @@ Error delta_rule(const DeltaRule& r, const void* qkv, const float* first_state, 
 Error delta_rule_backward(const DeltaRule& r, const void* qkv, const void* dy, void* workspace,
                           void* d_qkv, float* d_decay, float* d_beta, Stream stream) {
   static Prepared finish;
-  Params p = params_of(r, true, qkv, workspace);
+  DeltaRuleParams p = params_of(r, true, qkv, workspace);
   p.dy = static_cast<const bf16*>(dy), p.d_qkv = static_cast<bf16*>(d_qkv);
   p.d_decay = d_decay, p.d_beta = d_beta;
   if (Error error = prepare_and_scan<true>(p, stream)) return error;

@@ -3,7 +3,7 @@
 
 namespace moesh::kernels::cuda {
 
-Error dh(const Experts& e, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
+Error dh(const GroupedExperts& e, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
          float* d_score_terms, Stream stream) {
   if (e.num_rows == 0) return nullptr;
   const bool biased = e.b1_EF || e.b3_EF;

@@ -3,7 +3,7 @@
 
 namespace moesh::kernels::cuda {
 
-Error down(const Experts& e, const void* act_RF, void* y_RD, Stream stream) {
+Error down(const GroupedExperts& e, const void* act_RF, void* y_RD, Stream stream) {
   if (e.num_rows == 0) return nullptr;
   GroupedLaunch l(e);
   GroupedParams& p = l.params;

@@ -5,13 +5,13 @@ namespace moesh::kernels::cuda {
 
 namespace {
 
-Error fill_zeros(void* to, const Experts& e, Stream stream) {
+Error fill_zeros(void* to, const GroupedExperts& e, Stream stream) {
   return text_of(cudaMemsetAsync(to, 0, e.num_experts * e.model * e.ffn * sizeof(bf16),
                                  static_cast<cudaStream_t>(stream)));
 }
 
 template <Gemm kGemm>
-Error launch(GroupedLaunch& l, const Experts& e, void* workspace, Stream stream) {
+Error launch(GroupedLaunch& l, const GroupedExperts& e, void* workspace, Stream stream) {
   GroupedParams& p = l.params;
   p.max_chunk_pairs = chunk_pairs(e.num_rows, e.model, e.ffn);
   p.chunk_sums = static_cast<float4*>(workspace);
@@ -27,7 +27,7 @@ Error launch(GroupedLaunch& l, const Experts& e, void* workspace, Stream stream)
 
 }  // namespace
 
-Error dw13(const Experts& e, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
+Error dw13(const GroupedExperts& e, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
            void* dw1_EFD, void* dw3_EFD, void* workspace, Stream stream) {
   if (e.num_rows == 0) {
     const Error error = fill_zeros(dw1_EFD, e, stream);
@@ -44,8 +44,8 @@ Error dw13(const Experts& e, const void* x_RD, const void* d_gate_RF, const void
   return launch<Gemm::dw13>(l, e, workspace, stream);
 }
 
-Error dw2(const Experts& e, const void* dy_RD, const void* act_RF, void* dw2_EDF, void* workspace,
-          Stream stream) {
+Error dw2(const GroupedExperts& e, const void* dy_RD, const void* act_RF, void* dw2_EDF,
+          void* workspace, Stream stream) {
   if (e.num_rows == 0) return fill_zeros(dw2_EDF, e, stream);
   GroupedLaunch l(e);
   GroupedParams& p = l.params;

@@ -3,7 +3,8 @@
 
 namespace moesh::kernels::cuda {
 
-Error dx(const Experts& e, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream stream) {
+Error dx(const GroupedExperts& e, const void* d_gate_RF, const void* d_up_RF, void* dx_RD,
+         Stream stream) {
   if (e.num_rows == 0) return nullptr;
   GroupedLaunch l(e);
   GroupedParams& p = l.params;

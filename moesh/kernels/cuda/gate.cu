@@ -248,15 +248,15 @@ Error gate_backward(const Gate& g, const void* x_TD, const void* gate_terms,
       p.parts, d_gate_ED, layout.num_parts, g.model, layout.padded, num_experts);
   if ((error = text_of(cudaGetLastError()))) return error;
   // The gate's terms middle, high, high as W1 of one expert, [3 P, D].
-  const Experts one{.num_rows = g.num_tokens,
-                    .model = g.model,
-                    .ffn = 3 * layout.padded,
-                    .num_experts = 1,
-                    .ends_E = ends,
-                    .score_R = nullptr,
-                    .w1_EFD = static_cast<const bf16*>(gate_terms) + layout.padded * g.model,
-                    .w3_EFD = nullptr,
-                    .w2_EDF = nullptr};
+  const GroupedExperts one{.num_rows = g.num_tokens,
+                           .model = g.model,
+                           .ffn = 3 * layout.padded,
+                           .num_experts = 1,
+                           .ends_E = ends,
+                           .score_R = nullptr,
+                           .w1_EFD = static_cast<const bf16*>(gate_terms) + layout.padded * g.model,
+                           .w3_EFD = nullptr,
+                           .w2_EDF = nullptr};
   return dx(one, terms, nullptr, dx_TD, stream);
 }
 

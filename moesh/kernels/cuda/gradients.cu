@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) sum_runs(const ColumnParams p) {
 
 }  // namespace
 
-Error score_gradient(const Experts& e, const void* dy_RD, const float* d_score_terms,
+Error score_gradient(const GroupedExperts& e, const void* dy_RD, const float* d_score_terms,
                      float* d_score_R, Stream stream) {
   if (e.num_rows == 0) return nullptr;
   const bool biased = e.b2_ED && !e.score_before;
@@ -157,7 +157,7 @@ Error score_gradient(const Experts& e, const void* dy_RD, const float* d_score_t
   return text_of(cudaGetLastError());
 }
 
-Error bias_gradients(const Experts& e, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
+Error bias_gradients(const GroupedExperts& e, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
                      float* terms, void* db1_EF, void* db3_EF, void* db2_ED, Stream stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
   const auto num_runs = static_cast<unsigned>(num_bias_terms(e.num_rows, e.num_experts));

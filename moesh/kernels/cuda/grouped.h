@@ -138,7 +138,7 @@ __device__ inline void make_weight_tables(Shared& shared, const GroupedParams& p
   const auto rows_of = [&](int e) { return shared.row_starts[e + 1] - shared.row_starts[e]; };
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     const int rows = rows_of(e);
-    int place = 0, start = 0;  // how many have more rows, or as many and a lower number
+    int place = 0, start = 0;  // how many have more rows, or equally many and a lower number
 #pragma unroll 8
     for (int other = 0; other < num_experts; ++other) {
       const int end = shared.row_starts[other + 1];
@@ -379,7 +379,7 @@ struct ChunkSums {
     const int slot = tile.slot + chunk * next_slot;
     return p.chunk_sums + (4ll * slot + part) * (kTileN / 2 / 4) * 128 + threadIdx.x % 128;
   }
-  /// Keeps those of this chunk. Whether it is the last one that was missing; nobody waits.
+  /// Keeps those of this chunk. Whether it is the last one that was missing; does not wait.
   __device__ __forceinline__ bool keep(Shared& shared, const float (&acc)[kTileN / 2]) const {
     float4* to = at(tile.chunk);
 #pragma unroll
@@ -442,7 +442,7 @@ __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank,
   while (index < size) {
     const Tile t = next;
     index += stride;
-    // To find a tile takes some 600 cycles, as many as half a step of multiplications: not between
+    // Finding a tile takes some 600 cycles, as long as half a step of multiplications: not between
     // two tiles.
     const auto find_next = [&] {
       if (index < size) next = tiles.at(index, rank);
@@ -579,7 +579,7 @@ __device__ void finish_dh_tiles(const GroupedParams& p, Shared& shared, int rank
   }
 }
 
-/// Of a thread that finishes, and of one that multiplies; a block has 65536.
+/// Registers of a thread that finishes, and of one that multiplies; a block has 65536.
 template <Gemm kGemm, bool kPlain>
 struct Registers {
   static constexpr bool kOverRows = Flow<kGemm>::kOverRows;
@@ -622,7 +622,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     multiply_tiles<kGemm>(p, shared, rank, warp_group - 1);
   }
   __syncwarp();
-  ptx::cluster_sync();  // nobody leaves while the other block may still write to it
+  ptx::cluster_sync();  // no block leaves while the other one may still write to it
 }
 
 }  // namespace grouped

@@ -9,7 +9,7 @@ namespace moesh::kernels::cuda {
 /// The tensors of one GEMM as TMA sees them; the first error is kept.
 class GroupedLaunch {
  public:
-  explicit GroupedLaunch(const Experts& e) {
+  explicit GroupedLaunch(const GroupedExperts& e) {
     if (e.model % 8 != 0 || e.ffn % 8 != 0 || e.model <= 0 || e.ffn <= 0)
       error_ = "model and ffn are to be multiples of 8";
     if (e.num_experts < 1 || e.num_experts > kMaxExperts) error_ = "experts are to be 1 to 512";

@@ -90,8 +90,8 @@ class ExpertsCall {
     return d;
   }
 
-  /// What backward leaves where it gives its hidden state away. The weights of this call stand for
-  /// their sizes.
+  /// The gradients of the weights, for a backward that gave its hidden state away. Of this call's
+  /// weights only the sizes are used.
   ExpertsWeights weight_half(const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF,
                              const at::Tensor& hidden_RF, const at::Tensor& dy) {
     ExpertsWeights d;
@@ -147,7 +147,7 @@ class ExpertsCall {
   OnDeviceOf run_;
   ExpertsInput input_;
   ExpertsWeights weights_;
-  Experts experts_;
+  GroupedExperts experts_;
   at::Tensor rows_RD_;
 };
 

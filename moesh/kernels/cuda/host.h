@@ -20,7 +20,7 @@ inline Error text_of(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
-/// What a kernel needs once per device.
+/// Setup that a kernel needs once per device.
 class Prepared {
  public:
   static constexpr int kMaxDevices = 64;

@@ -27,8 +27,8 @@ Error check_ampere(int device);
 
 // ---- experts ----
 
-/// What the kernels of one set of experts share.
-struct Experts {
+/// Arguments that all kernels of one set of experts take.
+struct GroupedExperts {
   std::int64_t num_rows;        // R: rows that the buffers hold; those in use end at ends_E[E - 1]
   std::int64_t model;           // D, a multiple of 8
   std::int64_t ffn;             // F, a multiple of 8
@@ -46,19 +46,19 @@ struct Experts {
 };
 
 /// gate = W1 x, up = W3 x, and the hidden state with its score.
-Error up(const Experts&, const void* x_RD, void* gate_RF, void* up_RF, void* act_RF, Stream);
+Error up(const GroupedExperts&, const void* x_RD, void* gate_RF, void* up_RF, void* act_RF, Stream);
 /// y = W2 act (+ b2).
-Error down(const Experts&, const void* act_RF, void* y_RD, Stream);
+Error down(const GroupedExperts&, const void* act_RF, void* y_RD, Stream);
 
 /// The number of floats per row that dh writes to d_score_terms.
 constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 256; }
 /// Reads gate and up, and writes d_gate and d_up over them. act as `up` made it is made again.
 /// d_score_terms [num_score_terms, R], or null. With b1 or b3 and a score before the expert, what
 /// is written lacks the score until bias_gradients, which comes next.
-Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
+Error dh(const GroupedExperts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
          float* d_score_terms, Stream);
 /// dx of each row; d_up null: only of W1.
-Error dx(const Experts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
+Error dx(const GroupedExperts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
 /// The most pairs of tiles that dw13 and dw2 work on in chunks (tiles.h), and the bytes for those.
 constexpr int chunk_pairs(std::int64_t num_rows, std::int64_t model, std::int64_t ffn) {
   const int high = ceil_div(static_cast<int>(model), 2 * kTileM);
@@ -69,13 +69,13 @@ constexpr std::int64_t chunk_workspace(std::int64_t num_rows, std::int64_t model
   return 4ll * chunk_pairs(num_rows, model, ffn) * (kChunkSums + kChunkCounts);
 }
 /// Zeros for experts without rows. `workspace`: chunk_workspace bytes.
-Error dw13(const Experts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
+Error dw13(const GroupedExperts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
            void* dw1_EFD, void* dw3_EFD, void* workspace, Stream);
-Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, void* workspace,
-          Stream);
+Error dw2(const GroupedExperts&, const void* dy_RD, const void* act_RF, void* dw2_EDF,
+          void* workspace, Stream);
 
 /// Sums the terms of dh in order, and adds b2's.
-Error score_gradient(const Experts&, const void* dy_RD, const float* d_score_terms,
+Error score_gradient(const GroupedExperts&, const void* dy_RD, const float* d_score_terms,
                      float* d_score_R, Stream);
 /// Rows of one expert that are summed at once, and how many such sums there are at most.
 constexpr std::int64_t kBiasRows = 256;
@@ -84,7 +84,7 @@ constexpr std::int64_t num_bias_terms(std::int64_t num_rows, std::int64_t num_ex
 }
 /// Sums over the rows of each expert; null: not wanted. d_gate and d_up are complete after it.
 /// `terms` has room for num_bias_terms times the wider of D and F.
-Error bias_gradients(const Experts&, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
+Error bias_gradients(const GroupedExperts&, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
                      float* terms, void* db1_EF, void* db3_EF, void* db2_ED, Stream);
 
 // ---- rows ----

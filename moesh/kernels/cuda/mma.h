@@ -34,7 +34,7 @@ __device__ __forceinline__ void loaded() {
 }
 
 /// How an operand lies: its rows are rows (or columns) of the result, or are contracted.
-enum class Rows { kept, contracted };
+enum class OperandRows { kept, contracted };
 
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
 
 /// d [16, 8 kTiles] += a b of depth kDepth. `a` is [16, depth] or, its rows contracted, [depth,
 /// 16]; `b` is [columns, depth] or [depth, columns]. Pitches are from a row to the next.
-template <Rows kA, Rows kB, int kDepth, int kTiles>
+template <OperandRows kA, OperandRows kB, int kDepth, int kTiles>
 __device__ __forceinline__ void product(float (&d)[kTiles][4], const bf16* a, int a_pitch,
                                         const bf16* b, int b_pitch) {
   static_assert(kTiles % 2 == 0 && kDepth % 16 == 0);
@@ -69,19 +69,21 @@ __device__ __forceinline__ void product(float (&d)[kTiles][4], const bf16* a, in
   // The 8 x 8 matrices one below the other first, or one beside the other first.
   const int below_row = lane % 16, below_column = lane / 16 * 8;
   const int beside_row = lane % 8 + lane / 16 * 8, beside_column = lane / 8 % 2 * 8;
-  const uint32_t a_at = address(kA == Rows::kept ? a + below_row * a_pitch + below_column
-                                                 : a + beside_row * a_pitch + beside_column);
-  const uint32_t b_at = address(kB == Rows::kept ? b + beside_row * b_pitch + beside_column
-                                                 : b + below_row * b_pitch + below_column);
+  const uint32_t a_at = address(kA == OperandRows::kept ? a + below_row * a_pitch + below_column
+                                                        : a + beside_row * a_pitch + beside_column);
+  const uint32_t b_at = address(kB == OperandRows::kept ? b + beside_row * b_pitch + beside_column
+                                                        : b + below_row * b_pitch + below_column);
 #pragma unroll 4
   for (int k = 0; k < kDepth; k += 16) {
     uint32_t left[4];
-    load_matrices<kA == Rows::contracted>(left, a_at + 2 * (kA == Rows::kept ? k : k * a_pitch));
+    load_matrices<kA == OperandRows::contracted>(
+        left, a_at + 2 * (kA == OperandRows::kept ? k : k * a_pitch));
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += 2) {
       uint32_t right[4];
-      load_matrices<kB == Rows::contracted>(
-          right, b_at + 2 * (kB == Rows::kept ? tile * 8 * b_pitch + k : k * b_pitch + tile * 8));
+      load_matrices<kB == OperandRows::contracted>(
+          right,
+          b_at + 2 * (kB == OperandRows::kept ? tile * 8 * b_pitch + k : k * b_pitch + tile * 8));
       multiply(d[tile], left, right[0], right[1]);
       multiply(d[tile + 1], left, right[2], right[3]);
     }

@@ -388,7 +388,7 @@ HeadsParams params_of(const Rope& r, const float* weight, const void* x, void* y
           .terms = nullptr};
 }
 
-/// d_weight = the sum of the blocks' terms; zeros where there is none.
+/// d_weight = the sum of the blocks' terms; zeros without blocks.
 void add_terms(const float* terms, std::int64_t num_terms, std::int64_t width, float* d_weight,
                cudaStream_t queue) {
   sum_terms<<<static_cast<unsigned>((width + kTermColumns - 1) / kTermColumns), kThreads, 0,

@@ -16,7 +16,7 @@ namespace on_device {
 
 using namespace cuda;  // launch.h
 
-/// What `check` says of a device, by its number; each device is asked once.
+/// The result of `check` for a device, by its number; each device is asked once.
 template <cuda::Error (*check)(int device)>
 std::string refusal(at::Device device) {
   constexpr int kMaxDevices = 64;
@@ -26,7 +26,7 @@ std::string refusal(at::Device device) {
   };
   static Answer answers[kMaxDevices];
   int index = device.index();
-  if (index < 0) {  // the current one; where there is none, what a question for the first says
+  if (index < 0) {  // the current one; without one, the answer for the first
     const bool has_devices = c10::impl::hasDeviceGuardImpl(device.type()) &&
                              c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0;
     index = has_devices ? c10::impl::VirtualGuardImpl(device.type()).getDevice().index() : 0;

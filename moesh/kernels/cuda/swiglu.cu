@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   unpack(load16(gate + at), g), unpack(load16(up + at), u), unpack(load16(dh + at), d);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const Hidden hidden = swiglu(g[i], u[i]);
+    const ActivationResult hidden = swiglu(g[i], u[i]);
     g[i] = d[i] * hidden.dh_dg, u[i] = d[i] * hidden.dh_du, d[i] = hidden.h;
   }
   store16(d_gate + at, packed(g)), store16(d_up + at, packed(u));

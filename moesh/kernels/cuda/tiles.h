@@ -21,13 +21,13 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 /// row, as TMA and wgmma do it: a column of chunks then lies in all banks.
 constexpr int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-struct Place {
+struct TilePlace {
   int pair, column;
 };
 
 /// Place number `index` of num_pairs x num_columns. Groups of kGroup pairs walk through the columns
 /// together: their rows and a few columns stay in L2.
-constexpr Place place_at(int index, int num_pairs, int num_columns) {
+constexpr TilePlace place_at(int index, int num_pairs, int num_columns) {
   const int group = index / (kGroup * num_columns);
   const int size = smaller(kGroup, num_pairs - group * kGroup);
   const int inside = index - group * kGroup * num_columns;
@@ -73,7 +73,7 @@ struct RowTiles {
   }
 
   constexpr Tile at(int index, int rank) const {
-    const Place place = place_at(index, num_pairs(), num_columns);
+    const TilePlace place = place_at(index, num_pairs(), num_columns);
     const bool alone = place.pair == pair_starts[num_experts];
     Tile t;
     t.column = place.column;
@@ -118,7 +118,7 @@ constexpr int max_chunk_pairs(long long num_rows, int pairs_of_expert) {
 /// Numbers of a pair in memory: the sums of four slabs, and how many chunks of each are there.
 inline constexpr int kChunkSums = 4 * kSlab * kTileN, kChunkCounts = 4;
 
-/// What an expert adds to the first cluster's time, in steps, if none of its chunks has more than
+/// The time that an expert adds to the first cluster, in steps, if none of its chunks has more than
 /// `longest`. Its pairs begin at `start`, of which the clusters take turns.
 constexpr int time_of_chunks(int steps, int start, int pairs_of_expert, int num_clusters,
                              int longest) {
@@ -173,7 +173,7 @@ struct WeightTiles {
       t.first_row += start;
       t.num_rows = smaller(end, t.num_rows) - start;
     }
-    const Place place = place_at(inside, ceil_div(height, 2 * kTileM), num_columns);
+    const TilePlace place = place_at(inside, ceil_div(height, 2 * kTileM), num_columns);
     t.column = place.column;
     t.m = (2 * place.pair + rank) * kTileM;
     t.height = smaller(kTileM, height - t.m);

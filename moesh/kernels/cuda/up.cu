@@ -3,7 +3,7 @@
 
 namespace moesh::kernels::cuda {
 
-Error up(const Experts& e, const void* x_RD, void* gate_RF, void* up_RF, void* act_RF,
+Error up(const GroupedExperts& e, const void* x_RD, void* gate_RF, void* up_RF, void* act_RF,
          Stream stream) {
   if (e.num_rows == 0) return nullptr;
   const bool biased = e.b1_EF || e.b3_EF;

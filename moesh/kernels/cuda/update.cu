@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *out = sum;
 }
 
-/// launch(list) for lists of as many tensors as fit.
+/// launch(list) for lists that hold as much as fits.
 template <class Tensor, class Launch>
 Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& launch) {
   for (std::int64_t first = 0; first < num_tensors; first += kMaxTensors) {

@@ -1,5 +1,5 @@
 #pragma once
-// What a step does with all gradients at once, under the rules of launch.h. Lists of tensors are
+// Operations on all gradients at once, under the rules of launch.h. Lists of tensors are
 // arguments of a kernel: a step is a few launches, however many parameters there are.
 
 #include "moesh/kernels/cuda/launch.h"

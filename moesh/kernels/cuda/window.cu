@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Of a warp: 16 rows of a tile as the left side of products over the features.
+// A warp's 16 rows of a tile as the left side of products over the features.
 using Left = uint32_t[4][4];
 
 __device__ __forceinline__ void load_left(Left& left, uint32_t tile) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8][4], const float (&w
   }
 }
 
-/// The rows of this warp, through its own rows of a tile that nobody else reads any more, to
+/// The rows of this warp, through its own rows of a tile that no other warp reads any more, to
 /// positions from `first` on of a head of a tensor without gaps.
 __device__ __forceinline__ void store_rows(uint32_t tile, const float (&sum)[8][4],
                                            const float (&factor)[2], bf16* head, int64_t stride,
@@ -163,11 +163,11 @@ __device__ __forceinline__ bool is_visible(const WindowParams& p, int query, int
   return key <= query && query - key < p.window;
 }
 
-// What a block has to do with heads: `head` in [batch, position, head, feature] without gaps, or
+// Where a block finds its heads: `head` in [batch, position, head, feature] without gaps, or
 // with strides; and where the numbers of a head are in [batch, head, position].
-struct Place {
+struct BlockHeads {
   int batch, group, heads_of_group;
-  __device__ Place(const WindowParams& p)
+  __device__ BlockHeads(const WindowParams& p)
       : batch(blockIdx.z), group(blockIdx.y), heads_of_group(p.num_heads / p.num_groups) {}
   __device__ int head(int i) const { return group * heads_of_group + i; }
 };
@@ -188,8 +188,9 @@ __device__ __forceinline__ int first_block_of(const WindowParams& p, int query_b
   return first > 0 ? first / kTile : 0;
 }
 
-__device__ __forceinline__ void load_keys(const WindowParams& p, const Place& place, uint32_t keys,
-                                          uint32_t values, int first_block, int num_blocks) {
+__device__ __forceinline__ void load_keys(const WindowParams& p, const BlockHeads& place,
+                                          uint32_t keys, uint32_t values, int first_block,
+                                          int num_blocks) {
   for (int b = 0; b < num_blocks; ++b) {
     const int first = (first_block + b) * kTile;
     load_tile(keys + b * kTileBytes, p.k + strided(p.k_strides, place.batch, place.group),
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) window_kernel(const WindowParams p) 
   extern __shared__ __align__(128) uint8_t memory[];
   const uint32_t keys = ptx::shared_address(memory), values = keys + kMostBlocks * kTileBytes,
                  queries = values + kMostBlocks * kTileBytes;
-  const Place place(p);
+  const BlockHeads place(p);
   const int query_block = blockIdx.x, first_query = query_block * kTile;
   const int first_block = first_block_of(p, query_block),
             num_blocks = query_block - first_block + 1;
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 2) window_dq_kernel(const WindowPara
   extern __shared__ __align__(128) uint8_t memory[];
   const uint32_t keys = ptx::shared_address(memory), values = keys + kMostBlocks * kTileBytes,
                  queries = values + kMostBlocks * kTileBytes, gradients = queries + 2 * kTileBytes;
-  const Place place(p);
+  const BlockHeads place(p);
   const int query_block = blockIdx.x, first_query = query_block * kTile;
   const int first_block = first_block_of(p, query_block),
             num_blocks = query_block - first_block + 1;
@@ -384,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, 2) window_dkv_kernel(const WindowPar
                  queries = values + kTileBytes, gradients = queries + 2 * kTileBytes,
                  numbers = gradients + 2 * kTileBytes;  // lse, then D, of each of the two
   const auto* held = reinterpret_cast<const float*>(memory + 6 * kTileBytes);
-  const Place place(p);
+  const BlockHeads place(p);
   const int key_block = blockIdx.x, first_key = key_block * kTile;
   const int last_query = min(first_key + kTile - 1 + p.window - 1, p.length - 1);
   const int num_blocks = last_query / kTile - key_block + 1;

@@ -64,7 +64,7 @@ CountingAllocator& counting_allocator() {
   return allocator;
 }
 
-// What the host reads from meta: zeros. Checks of values (is a label wrong, is a score NaN) then
+// The host reads zeros from meta. Checks of values (is a label wrong, is a score NaN) then
 // find nothing.
 std::atomic<std::int64_t> reads{0};
 
@@ -220,7 +220,7 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   CountingAllocator::rounding =
       device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator
   c10::SetAllocator(c10::kMeta, &counting_allocator(), /*priority=*/1);
-  // What is left on the host is small, and threads that wait for it cost more than it does.
+  // The work that is left on the host is small, and waking threads for it costs more.
   at::set_num_threads(1);
 }
 

@@ -21,7 +21,7 @@ at::Tensor with_rows(const at::Tensor& like, std::int64_t rows) {
 
 at::Tensor like(const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; }
 
-// What the kernels of the CPU hold while they run, besides their results and a few hundred
+// Memory that the kernels of the CPU hold while they run, besides their results and a few hundred
 // kilobytes for each thread: between two GEMMs `width` numbers for each row of a group of experts
 // (at most half of the rows, and a few thousand), and in bfloat16 the sums of the tokens' outputs,
 // in float32. Where the weights come later, all rows are held, and until then: `width` is 0.
@@ -111,9 +111,9 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   return out;
 }
 
-// What the kernels of an accelerator hold: bfloat16 is taken to run on the own kernels for Hopper
-// unless `kernels.gpu` is library. Both kinds run on meta themselves, so that their temporaries are
-// what is counted.
+// Memory that the kernels of an accelerator hold: bfloat16 is taken to run on the own kernels for
+// Hopper unless `kernels.gpu` is library. Both kinds run on meta themselves, so that their
+// temporaries are what is counted.
 const KernelTable& of_accelerator_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
   const KernelTable& own = hopper_kernels();
   const bool takes =

@@ -32,7 +32,7 @@ function inWindow(xs, window) {
   return [Math.max(0, lowerBound(xs, window[0]) - 1), end];
 }
 
-// Those of the points [begin, end) that a screen of so many columns can show: the least and the
+// The points of [begin, end) that a screen with this many columns can show: the least and the
 // largest of each bucket, so that no peak is lost.
 function thinned(ys, begin, end, buckets) {
   const kept = [], size = (end - begin) / buckets;

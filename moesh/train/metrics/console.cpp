@@ -47,7 +47,7 @@ struct Field {
   int rank;   // those of the highest rank are left out first
 };
 
-// As many fields as fit into the columns.
+// The first fields that fit into the columns.
 std::string joined(std::vector<Field> fields, const ConsoleOptions& options) {
   const auto width = [&] {
     std::size_t sum = 0;

@@ -1,5 +1,5 @@
 #pragma once
-// What is reported of a step.
+// The report of a step.
 
 #include <ATen/core/Tensor.h>
 
@@ -53,7 +53,7 @@ struct StepRecord {
   std::int64_t num_read = 0;        // of all sequences, with those that were not
   std::int64_t num_tokens_all = 0;  // of all steps so far
   double flops_per_token = 0;
-  double peak_tflops = 0;  // of all devices together; 0: nobody knows
+  double peak_tflops = 0;  // of all devices together; 0: unknown
   double memory_gib = 0;   // the most so far, of this process or its device
   SectionTimes sections = {};
   std::map<std::string, std::int64_t> sent = {};  // bytes, by the axes of the group
@@ -75,7 +75,7 @@ struct StepRecord {
   double peak_fraction() const { return peak_tflops > 0 ? tflops() / peak_tflops : 0; }
 };
 
-/// What the parts of the auxiliary losses are called.
+/// The names of the parts of the auxiliary losses.
 constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"balance_loss", "z_loss",
                                                                 "mtp_loss"};
 

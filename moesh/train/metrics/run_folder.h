@@ -10,7 +10,6 @@
 #include <chrono>
 #include <filesystem>
 #include <optional>
-#include <string>
 
 #include "moesh/config/config.h"
 #include "moesh/train/metrics/append_file.h"
@@ -21,26 +20,27 @@ inline double seconds_since_1970() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-/// What is known of a run before its first step.
+/// The facts of a run before its first step.
 struct RunFacts {
   std::int64_t first_step = 0;  // taken before, by the run that saved the checkpoint
   int num_ranks = 1;
   std::int64_t num_parameters = 0, num_active_parameters = 0;
   double flops_per_token = 0;
   double peak_tflops = 0;  // of all devices; 0: unknown
-  /// The most that a rank should hold at once, in bytes, where somebody has estimated it.
+  /// The estimated peak memory of a rank in bytes, if it was estimated.
   std::optional<std::int64_t> estimated_memory = {};
-  /// On the CPU, where the memory of the process is measured: what it held before the model.
+  /// On the CPU, where the memory of the process is measured: its memory before the model.
   std::optional<double> memory_before_gib = {};
 };
 
 /// metrics.jsonl of the folder, for lines at its end and for no other run: throws Error (config)
-/// where one is writing there, and Error (storage) where nobody can. A run that goes on from a
-/// checkpoint keeps the lines of the first `first_step` steps. One that begins finds the folder
-/// empty: what was there goes to earlier/. At every moment all lines are in one of the files.
+/// where one is writing there, and Error (storage) if writing is impossible. A run that goes on
+/// from a checkpoint keeps the lines of the first `first_step` steps. One that begins finds the
+/// folder empty: what was there goes to earlier/. At every moment all lines are in one of the
+/// files.
 AppendFile open_run_folder(const std::filesystem::path& folder, std::int64_t first_step);
 
-/// Notes in the folder, which is open, what starts now.
+/// Notes the start of a run in the open folder.
 void describe_start(const config::Config& config, const RunFacts& facts);
 
 }  // namespace moesh::train

@@ -3,8 +3,6 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include "moesh/comm/launch.h"
-
 namespace moesh::train {
 namespace {
 

@@ -42,7 +42,7 @@ struct ConsoleOptions {
   std::int64_t log_freq = 1;    // steps from one line to the next
   bool is_terminal = false;     // between the lines a progress line, which the next one overwrites
   bool has_colors = false;
-  int columns = 100;  // a line has as many fields as fit
+  int columns = 100;  // a line has the fields that fit
 };
 /// For standard output, as it is: a terminal of some width (NO_COLOR: without colours), or not.
 ConsoleOptions console_options(const config::Config& config, std::int64_t first_step);
@@ -66,7 +66,7 @@ class ConsoleSink final : public MetricSink {
   double last_time_ = 0;     // when the step before ended
 };
 
-/// What is about to happen: model, mesh in both views, data, batch, memory.
+/// The first lines of a run: model, mesh in both views, data, batch, memory.
 std::string run_header(const config::Config& config, const RunFacts& facts,
                        const std::string& data);
 
@@ -95,7 +95,7 @@ formats::JsonObject to_json(const StepRecord& record);
 
 class JsonlSink final : public MetricSink {
  public:
-  /// Writes folder/metrics.jsonl: see open_run_folder for what becomes of one that is there.
+  /// Writes folder/metrics.jsonl. open_run_folder says what happens to an existing one.
   JsonlSink(const std::filesystem::path& folder, std::int64_t first_step);
 
   /// Each line is in the file before the next step begins, for programs that follow the run. A line

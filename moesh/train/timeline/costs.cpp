@@ -171,9 +171,9 @@ std::string who_was_slowest(const SectionCost& sum) {
 
 }  // namespace
 
-Costs costs_of(const std::vector<RankRecord>& records,
-               const std::vector<std::vector<Wait>>& waits) {
-  Costs result;
+TraceCosts costs_of(const std::vector<RankRecord>& records,
+                    const std::vector<std::vector<Wait>>& waits) {
+  TraceCosts result;
   Sums sums;
   std::int64_t num_steps = 0;
   double total = 0, together = 0;
@@ -199,7 +199,7 @@ Costs costs_of(const std::vector<RankRecord>& records,
   return result;
 }
 
-std::string describe(const Costs& costs, std::size_t num) {
+std::string describe(const TraceCosts& costs, std::size_t num) {
   char line[200];
   std::snprintf(line, sizeof line,
                 "what costs most, of the %.2f ms of a step on the %s (mean of %s",

@@ -1,5 +1,5 @@
 #pragma once
-// What the time of the recorded steps went into.
+// Divides the time of the recorded steps into costs.
 
 #include <cstdint>
 #include <string>
@@ -29,7 +29,7 @@ struct Cost {
   double calls = 0;        // likewise
 };
 
-struct Costs {
+struct TraceCosts {
   double step_nanoseconds = 0;  // of a step and rank, in the mean
   int num_steps = 0;
   bool of_device = false;           // else of the host
@@ -41,9 +41,10 @@ struct Costs {
 /// which several kernels of a rank run is divided evenly among them; what runs outside of a step is
 /// no part of it. Else of the host: operators without those that they call, collectives, the wait
 /// for the slowest rank in them, and the code between.
-Costs costs_of(const std::vector<RankRecord>& records, const std::vector<std::vector<Wait>>& waits);
+TraceCosts costs_of(const std::vector<RankRecord>& records,
+                    const std::vector<std::vector<Wait>>& waits);
 
 /// A line for each of the `num` largest, with its share of a step; under a line that says of what.
-std::string describe(const Costs& costs, std::size_t num = 5);
+std::string describe(const TraceCosts& costs, std::size_t num = 5);
 
 }  // namespace moesh::train

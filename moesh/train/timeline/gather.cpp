@@ -60,7 +60,7 @@ struct WordReader {
   }
 };
 
-// What a record is as words, for both of them.
+// Writes a record as words, or reads it.
 void go_through(auto& w, auto& r) {
   w.number(r.begin), w.number(r.machine), w.number(r.process);
   w.list(r.timeline.names, [&](auto& name) { w.text(name); });

@@ -1,8 +1,7 @@
 #pragma once
-// What every rank has recorded, on rank 0.
+// Collects the records of all ranks on rank 0.
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "moesh/base/timeline.h"
@@ -28,7 +27,7 @@ std::vector<std::int64_t> to_words(const RankRecord& record);
 RankRecord from_words(const std::vector<std::int64_t>& words);
 
 /// The records by rank, only on rank 0; nothing on the others. Kernels are with the rank for
-/// which they were launched, and with that which recorded them where nobody knows.
+/// which they were launched, and if that is unknown, with the rank that recorded them.
 std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine);
 
 }  // namespace moesh::train

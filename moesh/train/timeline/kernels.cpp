@@ -34,15 +34,15 @@ torch::profiler::impl::ProfilerConfig profiler_config() {
       /*with_modules=*/false, options);
 }
 
-std::optional<ProfilerEvent::Kind> kind_of(const kineto::KinetoEvent& e) {
+std::optional<ProfilerEvent::EventSource> kind_of(const kineto::KinetoEvent& e) {
   switch (static_cast<libkineto::ActivityType>(e.activityType())) {
     case libkineto::ActivityType::CONCURRENT_KERNEL:
     case libkineto::ActivityType::GPU_MEMCPY:
-    case libkineto::ActivityType::GPU_MEMSET: return ProfilerEvent::Kind::kernel;
+    case libkineto::ActivityType::GPU_MEMSET: return ProfilerEvent::EventSource::kernel;
     case libkineto::ActivityType::CUDA_RUNTIME:
-    case libkineto::ActivityType::CUDA_DRIVER: return ProfilerEvent::Kind::launch;
+    case libkineto::ActivityType::CUDA_DRIVER: return ProfilerEvent::EventSource::launch;
     case libkineto::ActivityType::CPU_OP:
-    case libkineto::ActivityType::USER_ANNOTATION: return ProfilerEvent::Kind::op;
+    case libkineto::ActivityType::USER_ANNOTATION: return ProfilerEvent::EventSource::op;
     default: return std::nullopt;
   }
 }
@@ -59,7 +59,7 @@ std::int64_t steady_minus_system() {
 
 std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
                                    const std::function<int(std::int64_t thread)>& rank_of) {
-  using Kind = ProfilerEvent::Kind;
+  using Kind = ProfilerEvent::EventSource;
   // Ops and launches are counted apart: their correlations may be the same numbers.
   std::map<std::uint64_t, int> by_op, by_launch;
   for (const ProfilerEvent& e : events)
@@ -107,7 +107,7 @@ std::vector<KernelSpan> RecordKernels::take() {
   for (const kineto::KinetoEvent& e : result->events())
     if (const auto kind = kind_of(e))
       events.push_back({.kind = *kind,
-                        .name = *kind == ProfilerEvent::Kind::kernel ? e.name() : "",
+                        .name = *kind == ProfilerEvent::EventSource::kernel ? e.name() : "",
                         .device = e.deviceIndex(),
                         .place = e.deviceResourceId(),
                         .correlation = e.correlationId(),

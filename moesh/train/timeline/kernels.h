@@ -1,5 +1,5 @@
 #pragma once
-// What the GPU did, as LibTorch's profiler (Kineto) saw it.
+// The GPU's kernels and copies, as recorded by LibTorch's profiler (Kineto).
 
 #include <ATen/record_function.h>
 
@@ -20,18 +20,18 @@ struct KernelSpan {
   std::string name;
   std::int64_t device = 0;  // index of the GPU: each numbers its streams by itself
   std::int64_t stream = 0;
-  std::int64_t rank = -1;           // for which it was launched; -1: nobody knows
+  std::int64_t rank = -1;           // for which it was launched; -1: unknown
   std::int64_t begin = 0, end = 0;  // as those of a Slice
 };
 
-/// What the profiler recorded, as far as it is read.
+/// The events of the profiler that are used.
 struct ProfilerEvent {
-  enum class Kind : std::uint8_t {
+  enum class EventSource : std::uint8_t {
     op,      // of LibTorch, on the host
     launch,  // a call of the CUDA runtime or driver, on the host
     kernel,  // on the device
   };
-  Kind kind = Kind::op;
+  EventSource kind = EventSource::op;
   std::string name;
   std::int64_t device = 0;        // of a kernel
   std::int64_t place = 0;         // of a kernel its stream; else the number of its thread
@@ -40,9 +40,9 @@ struct ProfilerEvent {
   std::int64_t begin = 0, end = 0;
 };
 
-/// The kernels among them. Each is of the rank for which the thread works that launched it, or in
-/// which the op ran that did. Where neither is known it is of the rank that has all other kernels
-/// of its stream.
+/// The kernels among them, by rank. A kernel belongs to the rank of the thread that launched it, or
+/// of the thread whose op launched it. If neither is known, it belongs to the rank that has all
+/// other kernels of its stream.
 std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
                                    const std::function<int(std::int64_t thread)>& rank_of);
 
@@ -58,7 +58,7 @@ class RecordKernels {
   RecordKernels(const RecordKernels&) = delete;
   RecordKernels& operator=(const RecordKernels&) = delete;
 
-  /// What was recorded, of all threads; call it once, when the device is done.
+  /// The events of all threads; call it once, when the device is done.
   std::vector<KernelSpan> take();
 
  private:
@@ -85,10 +85,9 @@ class RecordCollectives final : public comm::ThreadObserver {
 
 // The operators of LibTorch, in the Timeline of a rank.
 
-/// While it lives, every operator of this thread is a slice of its Timeline: backward is, too,
-/// since it runs in the very thread of the rank. LibTorch's own profiler knows of threads, and not
-/// of ranks; here nothing is to be told apart afterwards, and the clock is that of all other
-/// slices.
+/// While it lives, every operator of this thread is a slice of its Timeline, including backward,
+/// which runs in the thread of the rank. LibTorch's own profiler knows threads, not ranks; here
+/// slices need not be assigned to ranks afterwards, and have the same clock as all others.
 class RecordOperators {
  public:
   RecordOperators();

@@ -45,7 +45,7 @@ void StepTrace::begin_step(std::int64_t step) {
     const comm::ObserverPause quiet;
     first_recorded_ = step;
     const bool has_kernels = config_.training.device == "cuda";
-    world_.barrier();  // nobody is late because of what came before
+    world_.barrier();  // so that no rank starts late
     recording_ = std::make_unique<Recording>(has_kernels);
     if (has_kernels) world_.barrier();  // the profiler is on, for all threads of a process
   }

@@ -11,10 +11,11 @@
 
 namespace moesh::train {
 
-/// Every rank has one, and makes the same calls. Where no step is to be recorded they do nothing.
+/// Every rank has one, and makes the same calls. If no step is to be recorded, they do nothing.
 class StepTrace {
  public:
-  /// `first_step` of them were taken before, by the run that saved the checkpoint.
+  /// `first_step` is the number of steps before this run, taken by the run that saved the
+  /// checkpoint.
   StepTrace(const config::Config& config, comm::Group& world, std::int64_t first_step);
   ~StepTrace();
   StepTrace(const StepTrace&) = delete;
@@ -23,8 +24,9 @@ class StepTrace {
   /// Around a step, which is counted from 1.
   void begin_step(std::int64_t step);
   void end_step();
-  /// After all that belongs to the step, such as saving it. When the last one to be recorded is
-  /// over, or the run `ends`: rank 0 writes trace-steps-10-12.json into the run's folder.
+  /// Call it after everything that belongs to the step, such as saving it. After the last step to
+  /// be recorded, or when the run `ends`, rank 0 writes trace-steps-10-12.json into the run's
+  /// folder.
   void after_step(std::int64_t step, bool ends);
 
   /// On rank 0, once the file is written: where it is, and what cost most.

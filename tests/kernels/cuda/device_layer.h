@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <string>
 #include <vector>
 
 #include "moesh/kernels/cuda/launch.h"
@@ -229,7 +228,7 @@ struct DeviceLayer {
             .inverse_TK = inverse.get(),
             .score_R = score.get()};
   }
-  Experts experts() const {
+  GroupedExperts experts() const {
     const bool b = config.biases;
     return {.num_rows = rows,
             .model = config.model,
@@ -257,7 +256,7 @@ struct DeviceLayer {
   void forward(Stream stream) {
     if (config.gate) of_router.forward(x.get(), stream);
     MOESH_RUN(sort(sort_arguments(), stream));
-    const Experts e = experts();
+    const GroupedExperts e = experts();
     const bf16* x_R = at_experts(x, stream);
     MOESH_RUN(up(e, x_R, gate.get(), up_.get(), act.get(), stream));
     MOESH_RUN(down(e, act.get(), y_R.get(), stream));
@@ -265,7 +264,7 @@ struct DeviceLayer {
                       config.model, stream));
   }
   void backward(Stream stream) {
-    const Experts e = experts();
+    const GroupedExperts e = experts();
     const bf16* dy_R = at_experts(dy, stream);
     MOESH_RUN(dh(e, dy_R, gate.get(), up_.get(), act.get(),
                  config.scores ? d_score_terms.get() : nullptr, stream));

@@ -115,7 +115,7 @@ TEST(Tiles, EveryPlaceOnce) {
     for (int columns = 1; columns <= 30; ++columns) {
       std::set<std::pair<int, int>> seen;
       for (int i = 0; i < pairs * columns; ++i) {
-        const Place place = place_at(i, pairs, columns);
+        const TilePlace place = place_at(i, pairs, columns);
         ASSERT_TRUE(place.pair >= 0 && place.pair < pairs && place.column >= 0 &&
                     place.column < columns);
         ASSERT_TRUE(seen.emplace(place.pair, place.column).second);

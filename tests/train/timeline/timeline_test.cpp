@@ -236,9 +236,9 @@ TEST(Waits, AreUnknownWhereNothingCanBeTold) {
             "not every rank of the group makes this call");
 }
 
-TEST(Costs, AddUpToTheStep) {
+TEST(TraceCosts, AddUpToTheStep) {
   const auto records = two_ranks();
-  const Costs costs = costs_of(records, find_waits(records));
+  const TraceCosts costs = costs_of(records, find_waits(records));
   EXPECT_EQ(costs.num_steps, 1);
   EXPECT_EQ(costs.step_nanoseconds, 100);
   EXPECT_FALSE(costs.of_device);
@@ -258,12 +258,12 @@ TEST(Costs, AddUpToTheStep) {
   expect_parts(text, {"30.5 %  all_reduce on tp"});
 }
 
-TEST(Costs, AreThoseOfTheDeviceWhereItWorks) {
+TEST(TraceCosts, AreThoseOfTheDeviceWhereItWorks) {
   auto records = two_ranks();
   records[0].kernels = {{"void gemm<float>", 0, 7, 0, 10, 50},
                         {"void gemm<float>", 0, 8, 0, 40, 60}};
   records[1].kernels = {{"copy", 0, 7, 1, 0, 20}, {"copy", 0, 7, 1, 200, 300}};  // in no step
-  const Costs costs = costs_of(records, find_waits(records));
+  const TraceCosts costs = costs_of(records, find_waits(records));
   EXPECT_TRUE(costs.of_device);
   ASSERT_EQ(costs.costs.size(), 3u);
   EXPECT_EQ(costs.costs[0].what, "no kernel");
@@ -277,13 +277,13 @@ TEST(Costs, AreThoseOfTheDeviceWhereItWorks) {
 
 // Three streams at once, kernels over the ends of the step, and two that meet in one moment: what
 // is printed is never more than the step.
-TEST(Costs, OfKernelsAtTheSameTimeAddUpToTheStep) {
+TEST(TraceCosts, OfKernelsAtTheSameTimeAddUpToTheStep) {
   auto records = two_ranks();
   records[0].kernels = {{"before", 0, 7, 0, -50, 10}, {"gemm", 0, 7, 0, 10, 70},
                         {"nccl", 0, 8, 0, 10, 40},    {"copy", 0, 9, 0, 20, 26},
                         {"nothing", 0, 9, 0, 30, 30}, {"after", 0, 7, 0, 90, 400}};
   records[1].kernels = {{"gemm", 1, 7, 1, 0, 100}};
-  const Costs costs = costs_of(records, find_waits(records));
+  const TraceCosts costs = costs_of(records, find_waits(records));
   std::map<std::string, double> of;
   double sum = 0;
   for (const Cost& c : costs.costs) of[c.what] = c.nanoseconds, sum += c.nanoseconds;
@@ -299,7 +299,7 @@ TEST(Costs, OfKernelsAtTheSameTimeAddUpToTheStep) {
 }
 
 // The kernels of LibTorch have long names, in which what tells them apart is not in front.
-TEST(Costs, TellKernelsApartThatBeginAlike) {
+TEST(TraceCosts, TellKernelsApartThatBeginAlike) {
   auto records = two_ranks();
   const std::string front = "void at::native::vectorized_elementwise_kernel<4, at::native::";
   const std::string end = ", std::array<char*, 3ul> >(int, std::array<char*, 3ul>)";
@@ -307,7 +307,7 @@ TEST(Costs, TellKernelsApartThatBeginAlike) {
                         {front + "(anonymous namespace)::silu<float>" + end, 0, 7, 0, 20, 25},
                         {"Memcpy DtoH (Device -> Pinned)", 0, 7, 0, 30, 34},
                         {"void f<(g)1>(int)" + std::string(200, 'x'), 0, 7, 0, 40, 43}};
-  const Costs costs = costs_of(records, find_waits(records));
+  const TraceCosts costs = costs_of(records, find_waits(records));
   ASSERT_EQ(costs.costs.size(), 5u);
   const std::string kept = "vectorized_elementwise_kernel<4, ", last = ", std::array<char*, 3ul> >";
   EXPECT_EQ(costs.costs[1].what, kept + "CUDAFunctor_add<float>" + last);
@@ -320,7 +320,7 @@ TEST(Costs, TellKernelsApartThatBeginAlike) {
   EXPECT_NE(text.find("CUDAFunctor_add"), std::string::npos) << text;
 }
 
-using Kind = ProfilerEvent::Kind;
+using Kind = ProfilerEvent::EventSource;
 
 // Threads 10 and 20 work for ranks 0 and 1, and 21, that of a channel, for rank 1, too.
 int rank_of(std::int64_t thread) {

@@ -1,11 +1,31 @@
 #pragma once
-// Attention with a window, with sinks or within documents on an accelerator, by LibTorch's
-// FlashAttention-2, or cuDNN's kernel where sinks are all there is: no mask, and key heads are not
-// repeated.
+// Attention as functions of queries, keys and values, differentiable: the own kernel, LibTorch's
+// operations, and LibTorch's FlashAttention-2.
 
 #include "moesh/kernels/attention.h"
 
 namespace moesh::nn {
+
+// ---- the own kernel ----
+
+/// [B, L, h, v]. Keeps its input and one number for each query, nothing of size [L, S].
+at::Tensor fused_attention(const kernels::AttentionConfig& config,
+                           const kernels::AttentionInput& input);
+
+// ---- LibTorch's own operations, for devices without a kernel of ours ----
+
+/// [B, L, h, v], by scaled_dot_product_attention; a mask [L, S] is made where the queries do not
+/// see all that is before them, and one of each sequence where it has documents.
+at::Tensor composed_attention(const kernels::AttentionConfig& config,
+                              const kernels::AttentionInput& input);
+
+/// bool [L, S], or [B, 1, L, S] with documents: which of the keys each query sees.
+at::Tensor visible_keys(std::int64_t num_queries, std::int64_t num_keys,
+                        const kernels::AttentionConfig& config, const at::Tensor& starts_BL,
+                        at::Device device);
+
+// ---- LibTorch's FlashAttention-2, or cuDNN's kernel where sinks are all there is ----
+// For a window, sinks or documents on an accelerator: no mask, and key heads are not repeated.
 
 /// Whether it takes them: compute capability 8.0 or more, bfloat16, heads of one width, queries
 /// that end where the keys end (in documents: any), no chunks. What has no window, sinks or

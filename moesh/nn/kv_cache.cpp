@@ -1,4 +1,4 @@
-#include "moesh/nn/past.h"
+#include "moesh/nn/kv_cache.h"
 
 #include <algorithm>
 
@@ -19,19 +19,19 @@ Tensor<L> without_first(const Tensor<L>& kept, std::int64_t n) {
 
 }  // namespace
 
-const Past::KeysAndValues& Past::add(const Heads& keys, const Heads& values) {
+const KvCache::KeysAndValues& KvCache::add(const Heads& keys, const Heads& values) {
   heads_ = {joined(heads_.keys_BSgd, keys), joined(heads_.values_BSgd, values)};
   end_ += local(keys).size(1);
   return heads_;
 }
 
-const Full& Past::add(const Full& latents) {
+const Full& KvCache::add(const Full& latents) {
   latents_ = joined(latents_, latents);
   end_ += local(latents).size(1);
   return latents_;
 }
 
-void Past::forget(const AttentionOptions& o) {
+void KvCache::forget(const AttentionOptions& o) {
   // The next token is at end_.
   std::int64_t needed = o.window > 0 ? end_ - o.window + 1 : 0;
   if (o.chunk > 0) needed = std::max(needed, end_ / o.chunk * o.chunk) / o.chunk * o.chunk;

@@ -13,9 +13,9 @@
 
 namespace moesh::comm {
 
-class Roll {
+class RankStatus {
  public:
-  explicit Roll(int num_ranks) : left_(static_cast<size_t>(num_ranks)) {}
+  explicit RankStatus(int num_ranks) : left_(static_cast<size_t>(num_ranks)) {}
 
   /// The function of a rank of this process ended, with what it threw or null; the first exception
   /// is kept.
@@ -51,13 +51,13 @@ class Roll {
 /// The kind of an Error; internal for anything else that is thrown.
 ErrorKind kind_of(const std::exception_ptr& fault);
 
-/// What an exception says.
+/// The text of an exception.
 std::string text_of(const std::exception_ptr& fault);
 
 /// "rank 3", "ranks 1, 2"
 std::string name_ranks(const std::vector<int>& ranks);
 
-/// "rank 3 did not come within 5 s"
+/// "rank 3 did not arrive within 5 s"
 std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout);
 
 /// Throws the Error (comm) of a wait that ended badly. `rank` is a world rank, `where` is "" or

@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "moesh/nn/residual.h"
-#include "moesh/spmd/reach.h"
+#include "moesh/spmd/gather_ranges.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 
 using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;  // [B, L, h, d]: own positions
 
-/// A query sees itself and what is before it, as far as the window and its chunk reach.
+/// A query sees itself and the positions before it, as far as the window and its chunk reach.
 struct AttentionOptions {
   double scale = 1;
   std::int64_t window = 0;  // tokens that a query sees, itself among them; 0: all
@@ -24,39 +24,39 @@ struct AttentionOptions {
 /// The KV cache of one layer, the same on every cp rank: keys as scores take them, rotated and
 /// normalised, and values; or, where all heads make theirs of one latent, that latent and the
 /// rotated key (DeepSeek: 576 numbers a token instead of 40,960).
-class Past {
+class KvCache {
  public:
   /// The positions that are kept.
-  Reach kept() const { return {begin_, end_}; }
+  PositionRange kept() const { return {begin_, end_}; }
 
   struct KeysAndValues {
     Heads keys_BSgd, values_BSgd;
   };
-  /// Adds those of new tokens, and gives all.
+  /// Adds keys and values of new tokens, and returns all.
   const KeysAndValues& add(const Heads& keys, const Heads& values);
-  /// The same of latents [B, L, d].
+  /// The same for latents [B, L, d].
   const Full& add(const Full& latents);
 
-  /// What a layer keeps that carries a state instead (nn/delta_net.h), of this rank's heads.
-  struct State {
+  /// For a layer that carries a state instead (nn/delta_net.h): the state of this rank's heads.
+  struct CarriedState {
     at::Tensor inputs;  // of its convolution, the last ones
     at::Tensor state;
   };
-  State& carried() { return carried_; }
+  CarriedState& carried() { return carried_; }
 
-  /// Drops what no later token sees. What is left begins with a whole chunk.
+  /// Drops positions that no later token sees. The rest begins with a whole chunk.
   void forget(const AttentionOptions& options);
 
  private:
   std::int64_t begin_ = 0, end_ = 0;
   KeysAndValues heads_;
   Full latents_;
-  State carried_;
+  CarriedState carried_;
 };
 
 /// The KV cache of every layer of a model.
-struct PastOfLayers {
-  std::vector<Past> layers;
+struct ModelKvCache {
+  std::vector<KvCache> layers;
   std::int64_t num_tokens = 0;  // of each sequence, up to now
 };
 

@@ -1,6 +1,6 @@
 // What is dropped of the tokens before: all that no later token sees, and no more.
 
-#include "moesh/nn/past.h"
+#include "moesh/nn/kv_cache.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -18,27 +18,27 @@ at::Tensor numbered(std::int64_t first, std::int64_t num) {
 // The tokens that are kept after `num`, which come two at a time.
 template <class Add>
 std::vector<std::int64_t> kept_after(std::int64_t num, const AttentionOptions& o, const Add& add) {
-  Past past;
+  KvCache kv_cache;
   std::vector<std::int64_t> kept;
   for (std::int64_t i = 0; i < num; i += 2) {
-    const at::Tensor all = add(past, numbered(i, 2)).flatten();
-    EXPECT_EQ(all.numel(), past.kept().end - past.kept().begin);
-    EXPECT_EQ(all[0].item<std::int64_t>(), past.kept().begin);
-    past.forget(o);
+    const at::Tensor all = add(kv_cache, numbered(i, 2)).flatten();
+    EXPECT_EQ(all.numel(), kv_cache.kept().end - kv_cache.kept().begin);
+    EXPECT_EQ(all[0].item<std::int64_t>(), kv_cache.kept().begin);
+    kv_cache.forget(o);
   }
-  for (auto i = past.kept().begin; i < past.kept().end; ++i) kept.push_back(i);
+  for (auto i = kv_cache.kept().begin; i < kv_cache.kept().end; ++i) kept.push_back(i);
   return kept;
 }
 
-TEST(Past, DropsWhatNoLaterTokenSees) {
-  const auto add_heads = [](Past& past, const at::Tensor& x) {
+TEST(KvCache, DropsWhatNoLaterTokenSees) {
+  const auto add_heads = [](KvCache& kv_cache, const at::Tensor& x) {
     const auto heads = assume<Dense{T, T, F}>(x.reshape({1, -1, 1, 1}));
-    const auto& all = past.add(heads, heads);
+    const auto& all = kv_cache.add(heads, heads);
     EXPECT_TRUE(at::equal(local(all.keys_BSgd), local(all.values_BSgd)));
     return local(all.keys_BSgd);
   };
-  const auto add_latents = [](Past& past, const at::Tensor& x) {
-    return local(past.add(assume<Dense{T, T, R}>(x.reshape({1, -1, 1}))));
+  const auto add_latents = [](KvCache& kv_cache, const at::Tensor& x) {
+    return local(kv_cache.add(assume<Dense{T, T, R}>(x.reshape({1, -1, 1}))));
   };
   using Tokens = std::vector<std::int64_t>;
   for (const bool has_heads : {false, true}) {

@@ -1,51 +1,51 @@
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 #include <c10/util/Exception.h>
 
 namespace moesh::comm {
 
-void Roll::returned(int rank) {
+void RankStatus::returned(int rank) {
   std::lock_guard lock(mutex_);
   left_[static_cast<size_t>(rank)] = true;
 }
 
-void Roll::ended(int rank, const std::exception_ptr& fault) {
+void RankStatus::ended(int rank, const std::exception_ptr& fault) {
   if (!fault) return returned(rank);
   std::lock_guard lock(mutex_);
   if (!exception_) exception_ = fault;
   fail(rank, text_of(fault), kind_of(fault));
 }
 
-void Roll::failed(int rank, const std::string& text, ErrorKind kind) {
+void RankStatus::failed(int rank, const std::string& text, ErrorKind kind) {
   std::lock_guard lock(mutex_);
   fail(rank, text, kind);
 }
 
-void Roll::fail(int rank, const std::string& text, ErrorKind kind) {
+void RankStatus::fail(int rank, const std::string& text, ErrorKind kind) {
   left_[static_cast<size_t>(rank)] = true;
   if (!failure_.empty()) return;
   failure_ = detail::concat("rank ", rank, " failed: ", text);
   kind_ = kind;
 }
 
-void Roll::rethrow_first() const {
+void RankStatus::rethrow_first() const {
   std::lock_guard lock(mutex_);
   if (exception_ && kind_of(exception_) == kind_) std::rethrow_exception(exception_);
   if (exception_) throw Error(kind_, text_of(exception_));
   if (!failure_.empty()) throw Error(kind_, failure_);
 }
 
-std::exception_ptr Roll::first_exception() const {
+std::exception_ptr RankStatus::first_exception() const {
   std::lock_guard lock(mutex_);
   return exception_;
 }
 
-std::string Roll::first_failure() const {
+std::string RankStatus::first_failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
 }
 
-std::vector<int> Roll::present() const {
+std::vector<int> RankStatus::present() const {
   std::lock_guard lock(mutex_);
   std::vector<int> ranks;
   for (size_t r = 0; r < left_.size(); ++r)
@@ -53,12 +53,12 @@ std::vector<int> Roll::present() const {
   return ranks;
 }
 
-bool Roll::has_left(int rank) const {
+bool RankStatus::has_left(int rank) const {
   std::lock_guard lock(mutex_);
   return left_[static_cast<size_t>(rank)];
 }
 
-std::string Roll::reason(const std::vector<int>& missing) const {
+std::string RankStatus::reason(const std::vector<int>& missing) const {
   std::lock_guard lock(mutex_);
   if (!failure_.empty()) return failure_;
   for (int r : missing)
@@ -98,7 +98,7 @@ std::string name_ranks(const std::vector<int>& ranks) {
 }
 
 std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
-  return detail::concat(name_ranks(missing), " did not come within ",
+  return detail::concat(name_ranks(missing), " did not arrive within ",
                         std::chrono::duration<double>(timeout).count(), " s");
 }
 
