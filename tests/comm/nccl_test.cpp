@@ -466,10 +466,12 @@ class HangingStream final : public CommStream {
  public:
   explicit HangingStream(std::unique_ptr<CommStream> stream) : stream_(std::move(stream)) {}
   void* handle() override { return stream_->handle(); }
-  std::shared_ptr<Origin> here() override { return stream_->here(); }
-  void follow(const Origin& origin) override { stream_->follow(origin); }
+  std::shared_ptr<StreamOrigin> here() override { return stream_->here(); }
+  void follow(const StreamOrigin& origin) override { stream_->follow(origin); }
   void run(const std::function<void()>& f) override { stream_->run(f); }
-  std::shared_ptr<Mark> mark(const Origin&) override { return std::make_shared<HangingMark>(); }
+  std::shared_ptr<Mark> mark(const StreamOrigin&) override {
+    return std::make_shared<HangingMark>();
+  }
 
  private:
   struct HangingMark final : Mark {
