@@ -36,8 +36,8 @@ struct Problem {
   at::Device device;
 };
 
-std::vector<TensorPart> parts_of(const std::string& prefix, std::int64_t count, int rank, int num_ranks,
-                           bool filled) {
+std::vector<TensorPart> parts_of(const std::string& prefix, std::int64_t count, int rank,
+                                 int num_ranks, bool filled) {
   std::vector<TensorPart> parts;
   for (std::int64_t i = 0; i < count; ++i) {
     const bool by_rows = i % 2 == 0;

@@ -39,7 +39,8 @@ void serve_until_stopped(std::vector<report::RunData> runs,
 int run_report(const Arguments& given) {
   const auto out = given.text("--out"), port = given.text("--serve");
   const char* usage = "moesh report RUN... [FILE.json...] [--out FILE | --serve PORT]";
-  MOESH_CHECK(!given.rest().empty(), ErrorKind::config, "name the folders of the runs to report; usage: ", usage);
+  MOESH_CHECK(!given.rest().empty(), ErrorKind::config,
+              "name the folders of the runs to report; usage: ", usage);
   std::vector<report::RunData> runs;
   std::vector<report::VerifyResult> verified;
   for (const std::string& arg : given.rest()) {
