@@ -52,7 +52,7 @@ TEST(Together, WhoTakesNoBreathIsALostRank) {
         },
         options);
   };
-  expect_parts(error_of(lost, ErrorKind::comm), {"rank 1 did not come"});
+  expect_parts(error_of(lost, ErrorKind::comm), {"rank 1 did not arrive"});
 }
 
 TEST(Together, OneThatFailsStopsTheOthers) {

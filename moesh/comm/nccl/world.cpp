@@ -266,7 +266,7 @@ std::string NcclWorld::late(const std::string& what, const NcclGroupInfo& group)
   return detail::concat(
       "rank ", rank_, " waited in ", what, ": it was not done within ",
       std::chrono::duration<double>(timeout_).count(), " s. One of the ranks ", group.members,
-      " did not come, or called something else (NCCL cannot tell; `checked` groups can).");
+      " did not arrive, or called something else (NCCL cannot tell; `checked` groups can).");
 }
 
 std::string NcclWorld::error_text(NcclResult result, NcclComm comm) const {
