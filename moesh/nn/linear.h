@@ -1,6 +1,8 @@
 #pragma once
 // Linear layers and their weights [out, in], by how tp cuts them, with what LoRA adds to them.
 
+#include <ATen/TensorOperators.h>
+
 #include <memory>
 #include <optional>
 #include <string>

@@ -121,7 +121,7 @@ RandomCase on_mesh(Args args, const SweepMesh& mesh, int steps) {
 void check_optimizer(const Config& config) {
   const OneRankScope scope;
   const Config one = one_rank(config);
-  const auto model = train::make_model(one);
+  const auto model = train::make_model(one, at::kMeta);
   train::make_optimizer(*model, one);
 }
 
