@@ -305,7 +305,7 @@ def mpi_warns_of_slow_saves(tmp, moesh_with_faults, mpirun):
         # Each of the files of a save takes 0.4 s to reach the disk.
         env = {**os.environ, "MOESH_FAULTS": "sync .saving- 1 100000 sleep400"}
         done = subprocess.run(
-            [mpirun, *options, "-n", "2", moesh_with_faults, "train", *TINY, "--steps=4",
+            [mpirun, *options, "-n", "2", moesh_with_faults, "train", *TINY, "--steps=2",
              "--mesh=tp=2", "--checkpoint.enable", "--checkpoint.interval=1", mode,
              f"--checkpoint.folder={folder}", "--metrics.folder="],
             capture_output=True, text=True, timeout=240, env=env)
