@@ -326,7 +326,7 @@ std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::Sca
     const double bound = size_of(in_float64.noise.at(name)),
                  noise = size_of(runs.front().noise.at(name));
     Mismatch m{.tensor = name + " of one rank in " + c10::toString(dtype) + ", against float64",
-               .allowed = std::max(bound, kNoiseAllowed * std::min(noise, bound))};
+               .allowed = std::max(bound, std::min(kNoiseAllowed * noise, kMostOfBound * bound))};
     for (const NamedTensors& run : runs) {
       const double off = size_of(distance(run[name], right));
       m.error = std::isfinite(off) ? std::max(m.error, off) : INFINITY;

@@ -129,9 +129,9 @@ TEST(Noise, IsNoMoreThanRoundingExplains) {
     // What cancels in a layer has more noise than follows from the weights, and not any amount.
     const double bound = kMostRoundings * (dtype == at::kBFloat16 ? 0x1p-8 : 0x1p-24);
     EXPECT_EQ(unexplained_of(1 + 2 * bound, dtype).size(), 1u);
-    EXPECT_EQ(unexplained_of(1 + 2 * bound, dtype, 0, bound / 2).size(), 0u);
-    EXPECT_EQ(unexplained_of(1 + 3 * bound, dtype, 0, bound / 2).size(), 1u);
-    EXPECT_EQ(unexplained_of(1 + 6 * bound, dtype, 0, 1).size(), 1u);
+    EXPECT_EQ(unexplained_of(1 + 1.5 * bound, dtype, 0, bound / 2).size(), 0u);
+    EXPECT_EQ(unexplained_of(1 + 1.5 * bound, dtype, 0, bound / 5).size(), 1u);
+    EXPECT_EQ(unexplained_of(1 + 3 * bound, dtype, 0, 1).size(), 1u);
   }
 }
 

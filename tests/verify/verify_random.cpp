@@ -117,12 +117,19 @@ RandomCase on_mesh(Args args, const SweepMesh& mesh, int steps) {
   return {args, {meshes_of(config, std::nullopt).front(), steps}};
 }
 
-// Only the model knows whether QK-clip has something to scale, and which names groups match.
-void check_optimizer(const Config& config) {
+// Only the model knows whether QK-clip has something to scale, and which names groups match; and
+// whether it is so large that its runs, which are kept to be compared, fill the memory.
+void check_model(const Config& config) {
+  constexpr std::int64_t kMostParameters = 50'000'000;
   const OneRankScope scope;
   const Config one = one_rank(config);
   const auto model = train::make_model(one, at::kMeta);
   train::make_optimizer(*model, one);
+  std::int64_t num_parameters = 0;
+  model->each_param(
+      [&](const Stored& w, bool) { num_parameters += c10::multiply_integers(w.spec.shape); });
+  MOESH_CHECK(num_parameters <= kMostParameters, ErrorKind::config, num_parameters,
+              " parameters are more than a random case has");
 }
 
 RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
@@ -134,7 +141,7 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
       Sweep{.least_ranks = 1, .most_ranks = 8, .with_cp = takes_cp}.meshes();
   const SweepMesh mesh = draw.one_of(meshes);
   const int steps = draw.one_in(8) ? 1 : draw.one_in(8) ? 3 : 2;
-  const bool is_debug = draw.one_in(16);
+  const bool is_debug = draw.one_in(32);
   const auto dtypes = config::find_option("training.dtype")->rule.choices;
   RandomCase found = on_mesh(
       {"--model=" + name + (is_debug ? ":debug" : ":tiny"), "--dtype=" + draw.one_of(dtypes)}, mesh,
@@ -146,7 +153,7 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
     args.insert(args.end(), more.begin(), more.end());
     try {
       RandomCase next = on_mesh(args, mesh, steps);
-      check_optimizer(next.c.config);
+      check_model(next.c.config);
       found = std::move(next);
       chosen = args;
     } catch (const Error& e) {
