@@ -100,7 +100,8 @@ class KnownLinear : public torch::autograd::Function<KnownLinear> {
                             const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& y,
                             const c10::intrusive_ptr<WeightSink>& sink,
                             const c10::intrusive_ptr<GradientSum>& sum) {
-    context->save_for_backward({x, w});
+    const bool has_dw = w.requires_grad() || !sink->is_empty();  // else nobody asks for x again
+    context->save_for_backward({has_dw ? x : at::Tensor(), w});
     if (sum) context->saved_data["sum"] = c10::IValue::make_capsule(sum);
     context->saved_data["has_bias"] = b.has_value();
     context->saved_data["sink"] = c10::IValue::make_capsule(sink);
@@ -110,16 +111,18 @@ class KnownLinear : public torch::autograd::Function<KnownLinear> {
     const auto sink =
         c10::static_intrusive_pointer_cast<WeightSink>(context->saved_data["sink"].toCapsule());
     const auto saved = context->get_saved_variables();
-    const at::Tensor rows = grads[0].flatten(0, -2), x = saved[0].detach().flatten(0, -2);
+    const at::Tensor rows = grads[0].flatten(0, -2);
     at::Tensor dx;
     if (const auto sum = context->saved_data.find("sum"); sum != context->saved_data.end())
       c10::static_intrusive_pointer_cast<GradientSum>(sum->second.toCapsule())
           ->add_product(rows, saved[1]);
     else if (context->needs_input_grad(0))
-      dx = rows.mm(saved[1]).view(saved[0].sizes());
+      dx = rows.mm(saved[1]).unflatten(0, grads[0].sizes().slice(0, grads[0].dim() - 1));
     const at::Tensor db = context->saved_data["has_bias"].toBool() ? rows.sum(0) : at::Tensor();
     const bool has_dw = context->needs_input_grad(1);  // not of what is frozen, or left for later
-    if (sink->is_empty()) return {dx, has_dw ? rows.t().mm(x) : at::Tensor(), db, {}, {}, {}};
+    if (sink->is_empty() && !has_dw) return {dx, {}, db, {}, {}, {}};
+    const at::Tensor x = saved[0].detach().flatten(0, -2);
+    if (sink->is_empty()) return {dx, rows.t().mm(x), db, {}, {}, {}};
     sink->leave([sink, rows, x] { sink->give({rows.t().mm(x)}); });
     return {dx, {}, db, {}, {}, {}};
   }

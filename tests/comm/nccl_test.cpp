@@ -506,7 +506,10 @@ TEST(Nccl, RanksOnOneDeviceAreRefused) {
   auto api = std::make_shared<NcclApi>(*loopback::make(at::kCPU, Pace::queued).api);
   api->ranks_may_share_device = false;
   launch(3, [&](Group& bootstrap) {
-    EXPECT_EQ(ranks_that_share_a_gpu(bootstrap, at::kCPU), (std::vector<int>{1, 2}));
+    const std::vector<int> sharing{1, 2};
+    EXPECT_EQ(ranks_that_share_a_gpu(bootstrap, at::kCPU, false), sharing);
+    EXPECT_EQ(ranks_that_share_a_gpu(bootstrap, at::kCPU, bootstrap.rank() > 0), sharing);
+    EXPECT_TRUE(ranks_that_share_a_gpu(bootstrap, at::kCPU, true).empty());
     expect_text(
         error_of([&] { nccl_world(bootstrap, at::kCPU, {.api = api}); }, ErrorKind::config),
         {"NCCL takes one rank per GPU, and ranks [1, 2] of group 'world' are on the same GPU",
@@ -611,6 +614,12 @@ TEST(NcclLaunch, NcclIsTriedWhereItCanServe) {
   EXPECT_FALSE(should_try_nccl(2, {.device = at::kCUDA, .backend = Backend::host}));
   EXPECT_FALSE(should_try_nccl(2, {}));
   unsetenv("OMPI_COMM_WORLD_SIZE");
+}
+
+TEST(NcclLaunch, CommandsThatStartNoRanksNeedNoLauncher) {
+  setenv("WORLD_SIZE", "2", 1);  // and no RANK: launch() refuses it
+  EXPECT_NO_THROW(prepare_cuda());
+  unsetenv("WORLD_SIZE");
 }
 
 TEST(NcclLaunch, RanksShareAGpuWhereNcclDoes) {

@@ -148,6 +148,22 @@ TEST(Backward, AddsUpTheGradientsOfLinearLayersOfOneInput) {
         << num_layers << is_used_besides;
 }
 
+TEST(Backward, KeepsNoInputForFrozenWeights) {
+  for (const bool is_trained : {false, true}) {
+    const at::Tensor leaf = random({2, 3}).requires_grad_(true),
+                     w = random({4, 3}).requires_grad_(is_trained);
+    at::Tensor x = raw::for_several(leaf * 2);
+    const c10::weak_intrusive_ptr<c10::StorageImpl> memory(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(x.storage().unsafeGetStorageImpl()));
+    const at::Tensor y = raw::linear(x, w);
+    x.reset();
+    EXPECT_EQ(memory.expired(), !is_trained);
+    y.sum().backward();
+    EXPECT_TRUE(at::allclose(leaf.grad(), 2 * w.detach().sum(0).expand({2, 3})));
+    EXPECT_EQ(w.grad().defined(), is_trained);
+  }
+}
+
 TEST(Backward, ErrorsNameTheCure) {
   const auto x = as_leaf(assume<Dense{P, P, P}>(at::ones({2})));
   EXPECT_THROW(backward(x), Error);

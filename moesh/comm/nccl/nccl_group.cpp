@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 
 #include "moesh/base/error.h"
@@ -326,15 +327,21 @@ void NcclOptions::validate() const {
               " ms; it must be positive");
 }
 
-std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device) {
-  const at::Tensor key = at::empty({1}, at::kLong);
-  *key.mutable_data_ptr<std::int64_t>() = gpu_key(existing_device(device));
-  const at::Tensor keys = group.all_gather(key.to(group.control_device())).cpu();
-  const auto* p = keys.const_data_ptr<std::int64_t>();
+// All ranks enter the collective and find the same, also where their environments differ.
+std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device, bool may_share) {
+  const at::Tensor mine = at::empty({2}, at::kLong);
+  auto* values = mine.mutable_data_ptr<std::int64_t>();
+  values[0] = gpu_key(existing_device(device)), values[1] = may_share;
+  const at::Tensor all = group.all_gather(mine.to(group.control_device())).cpu();
+  const auto* p = all.const_data_ptr<std::int64_t>();
   std::vector<int> sharing;
-  for (int r = 0; r < group.size(); ++r)
-    if (std::find(p, p + r, p[r]) != p + r) sharing.push_back(r);
-  return sharing;
+  bool all_may = true;
+  std::set<std::int64_t> keys;
+  for (int r = 0; r < group.size(); ++r) {
+    all_may = all_may && p[2 * r + 1] != 0;
+    if (!keys.insert(p[2 * r]).second) sharing.push_back(r);
+  }
+  return all_may ? std::vector<int>() : sharing;
 }
 
 std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const NcclOptions& options) {
@@ -343,14 +350,13 @@ std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const Ncc
   MOESH_CHECK(device.type() == api->device_type, ErrorKind::config, "an NCCL world on device ",
               device, "; it takes a ", c10::DeviceTypeName(api->device_type, true), " device");
   device = existing_device(device);
-  if (!api->ranks_may_share_device) {
-    const auto sharing = ranks_that_share_a_gpu(bootstrap, device);
-    MOESH_CHECK(
-        sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing,
-        " of group '", bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ",
-        device,
-        "); use the host backend (ranks that are threads), which lets them share it, start one rank per GPU, or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later)");
-  }
+  const auto sharing = ranks_that_share_a_gpu(bootstrap, device, api->ranks_may_share_device);
+  MOESH_CHECK(
+      sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing,
+      " of group '", bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ",
+      device,
+      "); use the host backend (ranks that are threads), which lets them share it, start one rank "
+      "per GPU, or set NCCL_MULTI_RANK_GPU_ENABLE=1 for all ranks (NCCL 2.30 and later)");
 
   const int rank = bootstrap.rank();
   auto world =

@@ -31,8 +31,8 @@ std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device,
                                   const NcclOptions& options = {});
 
 /// Ranks of `group` that are on the same GPU as a lower one; every rank calls it and gets the same
-/// list. Empty: NCCL will do.
-std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device);
+/// list. Empty: NCCL will do, since there are none or since NCCL of all ranks `may_share`.
+std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device, bool may_share);
 
 /// Ends the world of an NCCL group in good order: every rank calls it, and waits for the others.
 /// When the last group of a world is dropped, this happens by itself.

@@ -45,7 +45,11 @@ class LocalWorlds {
 }  // namespace
 
 void prepare_cuda() {
-  if (num_launched_processes() < 2) return;
+  try {
+    if (num_launched_processes() < 2) return;
+  } catch (const Error&) {
+    return;  // launch() says what is wrong with the environment; other commands start no ranks
+  }
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
 }
@@ -66,8 +70,8 @@ std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions
     const at::Device device = device_for(options.device, place);
     use_device(device);
     const auto& table = api ? api : installed_nccl();
-    if (options.backend == Backend::automatic && !table->ranks_may_share_device &&
-        !ranks_that_share_a_gpu(host, device).empty()) {
+    if (options.backend == Backend::automatic &&
+        !ranks_that_share_a_gpu(host, device, table->ranks_may_share_device).empty()) {
       if (options.checked) check_ranks(host);
       return f(host);
     }

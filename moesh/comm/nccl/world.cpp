@@ -20,6 +20,8 @@ using namespace std::chrono_literals;
 // How often the watchdog looks. Deadlines are seconds to minutes.
 constexpr auto kFailureLook = 10ms;
 constexpr auto kGuardLook = 100ms;
+// Communicators that are aborted have at least this long.
+constexpr std::chrono::milliseconds kLeastToEnd = 10s;
 
 // Between two questions: at first hardly at all, since most answers come within microseconds.
 void pause(int num_asked) {
@@ -245,6 +247,7 @@ void NcclWorld::stop(const std::string& reason) {
     if (!fault_.empty()) return;
     fault_ = reason;
     members.swap(members_);
+    if (asks_since_) asks_since_ = Clock::now();  // ending has a time of its own
   }
   changed_.notify_all();
   // A rank that queues behind a stuck kernel can itself be stuck in a call, with the lock, until
@@ -338,10 +341,14 @@ void NcclWorld::watch() {
 // A device can keep the watchdog itself: loading a kernel may wait for kernels that wait for other
 // ranks, and every other call of CUDA in the process waits behind it. No thread can be brought back
 // from there, so the process says what it was doing and ends.
+// It counts its own looks: the clock also goes on while the process is stopped.
 void NcclWorld::guard() {
   std::unique_lock lock(state_);
-  while (!changed_.wait_for(lock, kGuardLook, [&] { return ending_; })) {
-    if (!asks_since_ || Clock::now() < *asks_since_ + timeout_) continue;
+  std::optional<Clock::time_point> seen;
+  for (std::int64_t looks = 0; !changed_.wait_for(lock, kGuardLook, [&] { return ending_; });) {
+    if (asks_since_ != seen) seen = asks_since_, looks = 0;
+    const auto limit = fault_.empty() ? timeout_ : std::max(timeout_, kLeastToEnd);
+    if (!seen || ++looks * kGuardLook < limit) continue;
     const std::string what = tickets_.empty() ? "the end of a fault" : describe(*tickets_.front());
     const double seconds = std::chrono::duration<double>(timeout_).count();
     std::fprintf(
