@@ -148,6 +148,9 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
     if (!prints(r)) return;  // another process does
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || configs.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
+    if (!r.holds() && shape.cp > 1)
+      std::printf("  with the cut %s of sequences\n",
+                  v.config.parallelism.context_parallel_cut.c_str());
     if ((!r.holds() || configs.size() == 1) && shape.pp > 1)
       std::printf("  with the schedule %s, %lld micro-batches, model.tie_embeddings %s\n",
                   v.config.parallelism.pipeline_parallel_schedule.c_str(),

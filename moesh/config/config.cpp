@@ -39,6 +39,22 @@ MeshShape mesh_shape(const Config& config) {
   return shape.validated();
 }
 
+SequenceCut sequence_cut(const Config& config,
+                         const std::vector<std::optional<nn::AttentionOptions>>& layers,
+                         int num_cp) {
+  check_option(config, "parallelism.context_parallel_cut");
+  const std::string& cut = config.parallelism.context_parallel_cut;
+  if (cut == "balanced") return SequenceCut::balanced;
+  if (cut == "contiguous" || num_cp == 1) return SequenceCut::contiguous;
+  return nn::cheaper_cut(layers, config.data.sequence_length, num_cp);
+}
+
+SequenceCut sequence_cut(const Config& config) {
+  const auto num_cp = static_cast<int>(config.parallelism.context_parallel_degree);
+  if (num_cp == 1) return sequence_cut(config, {}, num_cp);
+  return sequence_cut(config, models::attention_options(config.model.architecture), num_cp);
+}
+
 std::optional<StepRange> profile_steps(const Config& config) {
   constexpr const char* kSteps = "profile.steps";
   constexpr std::int64_t kMost = 20;  // with thousands of operators each, on every rank

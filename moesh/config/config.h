@@ -90,6 +90,7 @@ struct ParallelismSection {
   std::int64_t data_parallel_replicate_degree = 1;
   std::int64_t data_parallel_shard_degree = 1;
   std::int64_t context_parallel_degree = 1;
+  std::string context_parallel_cut = "auto";
   std::int64_t tensor_parallel_degree = 1;
   std::int64_t expert_parallel_degree = 1;
   std::int64_t expert_tensor_parallel_degree = 1;
@@ -245,6 +246,12 @@ std::string help_text(const Config& config = {});
 // The options in the terms of the folders which they configure.
 MeshShape mesh_shape(const Config& config);
 at::ScalarType scalar_type(const Config& config);
+/// How cp ranks cut the sequences of training: as the key says, or by what the layers see, of the
+/// model and on the mesh of the configuration, or of those that are given.
+SequenceCut sequence_cut(const Config& config);
+SequenceCut sequence_cut(const Config& config,
+                         const std::vector<std::optional<nn::AttentionOptions>>& layers,
+                         int num_cp);
 /// The device of the ranks of this process: where a machine has several GPUs, each process takes
 /// its own.
 at::Device device(const Config& config);

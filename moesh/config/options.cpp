@@ -105,6 +105,12 @@ std::vector<Option> make_options() {
                    "dp_shard: ranks over which parameters are sharded (FSDP)", at_least(1)),
       MOESH_OPTION(speed, parallelism, context_parallel_degree,
                    "cp: ranks that split each sequence", at_least(1)),
+      MOESH_OPTION(
+          speed, parallelism, context_parallel_cut,
+          "cp: contiguous: one piece of the sequence for each rank; balanced: one from the "
+          "beginning and one from the end, so that all have as much attention to compute; "
+          "auto: balanced, unless windows or chunks leave little to gain",
+          one_of({"auto", "contiguous", "balanced"})),
       MOESH_OPTION(speed, parallelism, tensor_parallel_degree,
                    "tp: ranks that split heads, widths and the vocabulary", at_least(1)),
       MOESH_OPTION(speed, parallelism, expert_parallel_degree, "ep: ranks that split the experts",

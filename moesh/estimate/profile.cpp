@@ -246,8 +246,12 @@ ModelShape model_shape(const Config& config) {
   return std::visit(
       [&](const auto& c) {
         const models::DecoderPlan plan = c.plan();
-        ModelShape shape{
-            .is_moe = {}, .layer_flops = flops.layers, .head_flops = flops.head, .dim = c.dim};
+        ModelShape shape{.is_moe = {},
+                         .layer_flops = flops.layers,
+                         .scores = flops.scores,
+                         .sees = models::attention_options(config.model.architecture),
+                         .head_flops = flops.head,
+                         .dim = c.dim};
         set_shares(plan, shape);
         for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));
         return shape;

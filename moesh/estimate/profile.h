@@ -39,6 +39,8 @@ enum class Stages { one, soon, after_all, in_halves };
 struct ModelShape {
   std::vector<bool> is_moe;         // of each layer
   std::vector<double> layer_flops;  // for each token, forward and backward
+  std::vector<double> scores;       // the part of it that is scores and values
+  std::vector<std::optional<nn::AttentionOptions>> sees;
   double head_flops = 0;
   std::int64_t dim = 0;
   // Shares of what is around the layers (embedding, head, layers of multi-token prediction) that

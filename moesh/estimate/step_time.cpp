@@ -38,6 +38,20 @@ Parts parts_of_head(double flops, const Cluster& cluster) {
   return {.compute = seconds, .forward_compute = seconds / 3};
 }
 
+// FLOPs of each layer for a token, on the cp ranks whose queries see most: the others wait for them
+// in every layer.
+std::vector<double> flops_of_longest(const Config& config, const ModelShape& model,
+                                     const MeshShape& mesh) {
+  std::vector<double> flops = model.layer_flops;
+  if (mesh.cp == 1) return flops;
+  const SequenceCut cut = sequence_cut(config, model.sees, mesh.cp);
+  for (size_t i = 0; i < flops.size(); ++i)
+    if (const auto& o = model.sees[i])
+      flops[i] +=
+          model.scores[i] * (nn::longest_share(*o, config.data.sequence_length, mesh.cp, cut) - 1);
+  return flops;
+}
+
 // Where micro-batches of a pipeline share gathered parameters, a step gathers them once.
 bool shares_gathers(const Config& config, const MeshShape& mesh) {
   return mesh.pp > 1 && !config.parallelism.fsdp_reshard_after_forward;
@@ -192,9 +206,10 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
           : pipeline::given_plan(given, num_layers);
   const double gathers_of_each = gathers_of_a_micro_batch(config, mesh, pipe.num_micro),
                in_pairs = part_in_pairs(config, mesh, pipe.num_micro);
+  const std::vector<double> layer_flops = flops_of_longest(config, model, mesh);
   std::map<std::pair<bool, double>, Parts> known;  // layers of one kind are alike
   const auto layer_parts = [&](size_t i) {
-    const std::pair key(model.is_moe[i], model.layer_flops[i]);
+    const std::pair key(model.is_moe[i], layer_flops[i]);
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     return known[key] = parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster,
@@ -409,10 +424,11 @@ double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster,
   const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length),
                of_rank = tokens / (mesh.cp * mesh.tp);
   const Profile profile = profiler.on(mesh);
+  const std::vector<double> layer_flops = flops_of_longest(config, model, mesh);
   Parts sum;
   for (size_t i = 0; i < model.is_moe.size(); ++i)
-    sum.add(parts_of(profile.layers.at(model.is_moe[i]), of_rank * model.layer_flops[i], config,
-                     cluster, mesh));
+    sum.add(parts_of(profile.layers.at(model.is_moe[i]), of_rank * layer_flops[i], config, cluster,
+                     mesh));
   sum.add(parts_of_head(of_rank * model.head_flops, cluster));
   return tokens * mesh.dp_replicate * mesh.dp_shard / (sum.compute + sum.tensor + sum.experts);
 }

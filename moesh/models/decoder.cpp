@@ -48,7 +48,8 @@ class Decoder final : public Model {
   std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
                                          const ForwardOptions& options) const override {
     const auto& ids = batch.input_ids_BL;
-    const nn::Tokens tokens(current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel);
+    const nn::Tokens tokens(current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel,
+                            options.sequence_cut);
     return {tokens.batch(), tokens.length(), plan_.config.dim};
   }
   at::TensorOptions stream_options() const override {

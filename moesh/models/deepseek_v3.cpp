@@ -117,6 +117,7 @@ class Mla final : public nn::Attention {
     return 6.0 * static_cast<double>(num_heads_ * (nope_ + rope_dim_ + v_dim_)) *
            nn::mean_visible(sequence, options_);
   }
+  std::optional<nn::AttentionOptions> sees() const override { return options_; }
 
  private:
   std::int64_t num_heads_, nope_, rope_dim_, v_dim_, latent_;

@@ -73,6 +73,7 @@ enum class Recompute {
 
 struct ForwardOptions {
   bool sequence_parallel = true;
+  SequenceCut sequence_cut = SequenceCut::contiguous;  // over cp
   Recompute recompute = Recompute::none;
   nn::Pass pass = nn::Pass::training;
   Auxiliary auxiliary;

@@ -70,6 +70,21 @@ std::optional<BrokenRule> broken_rule(const AnyConfig& config) {
   return std::visit([](const auto& c) { return c.broken_rule(); }, config);
 }
 
+std::vector<std::optional<nn::AttentionOptions>> attention_options(const AnyConfig& config) {
+  const OneRankScope scope;
+  return std::visit(
+      [](const auto& c) {
+        const DecoderPlan plan = c.plan();
+        nn::ModuleOptions options;
+        options.device = at::kMeta;
+        std::vector<std::optional<nn::AttentionOptions>> all;
+        for (std::int64_t i = 0; i < c.num_layers + plan.num_mtp_layers; ++i)
+          all.push_back(plan.attention(i, "", options)->sees());
+        return all;
+      },
+      config);
+}
+
 FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence) {
   const OneRankScope scope;
   return std::visit(
@@ -79,9 +94,13 @@ FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence) {
           return Stage(plan, {.device = at::kMeta}, {begin, end}).flops_per_token(sequence);
         };
         // Only the head is a stage of no layer; what is left of the last layer is its own.
-        FlopsOfParts all{.layers = {}, .head = flops(c.num_layers, c.num_layers)};
-        for (std::int64_t i = 0; i < c.num_layers; ++i)
-          all.layers.push_back(flops(i, i + 1) - (i + 1 == c.num_layers ? all.head : 0));
+        FlopsOfParts all{.layers = {}, .scores = {}, .head = flops(c.num_layers, c.num_layers)};
+        for (std::int64_t i = 0; i < c.num_layers; ++i) {
+          Stage layer(plan, {.device = at::kMeta}, {i, i + 1});
+          all.layers.push_back(layer.flops_per_token(sequence) -
+                               (i + 1 == c.num_layers ? all.head : 0));
+          all.scores.push_back(layer.attentions()[0]->flops(sequence));
+        }
         return all;
       },
       config);

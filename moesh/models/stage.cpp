@@ -100,9 +100,15 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
               " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
   // An evaluation drops nothing.
   const bool is_training = options.pass != nn::Pass::evaluation;
-  return {
-      current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
-      batch.valid_BL(), batch.documents, before,      is_training ? batch.samples_B : at::Tensor()};
+  return {current_mesh(),
+          ids.size(0),
+          ids.size(1),
+          options.sequence_parallel,
+          options.sequence_cut,
+          batch.valid_BL(),
+          batch.documents,
+          before,
+          is_training ? batch.samples_B : at::Tensor()};
 }
 
 template <bool Sp>
@@ -231,7 +237,7 @@ void Stage::predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight,
   const bool is_evaluation = options.pass == nn::Pass::evaluation;
   Tensor<Dense{Place::T, Place::R, Place::R}> chosen_BL1;  // by the model itself
   if (is_evaluation)
-    chosen_BL1 = all_gather<cp>(choices(to_head<Sp>(read_BLD, tokens), weight), tokens.over_cp());
+    chosen_BL1 = whole_sequence(choices(to_head<Sp>(read_BLD, tokens), weight), tokens);
   std::int64_t moe_layer = first_moe_layer_;
   for (const auto& block : blocks_) moe_layer += block->is_moe();
   const auto depths = static_cast<double>(mtp_.size());
@@ -244,7 +250,7 @@ void Stage::predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight,
     else
       keep_gathered(layer.block().stored());
     const nn::Tokens counted(current_mesh(), tokens.batch(), tokens.sequence(), Sp,
-                             ahead.valid_BL(), batch.documents);
+                             options.sequence_cut, ahead.valid_BL(), batch.documents);
     const nn::Stream<Sp> x =
         layer.join<Sp>(embedded<Sp>(ahead.input_ids_BL, tokens), read_BLD, tokens);
     run.before = std::exchange(run.block, &layer.block());
@@ -262,9 +268,9 @@ void Stage::predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight,
       continue;
     }
     // The model comes to this token k + 1 positions later.
-    const auto later = keep<cp>(
+    const auto later = own_span(
         map_rows([n = k + 1](const at::Tensor& t) { return moved_back(t, n); }, chosen_BL1),
-        tokens.over_cp());
+        tokens);
     const at::Tensor valid = tokens.my_span(ahead.valid_BL()).unsqueeze(2);
     const auto is_accepted = map_rows(
         [&](const at::Tensor& mine, const at::Tensor& theirs) {
@@ -280,7 +286,7 @@ Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<
                                                                const nn::Tokens& tokens) const {
   MOESH_CHECK(norm_, "last_logits of a stage that does not end with the last block");
   const nn::Full x = to_head<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens);
-  const auto last = select(all_gather<cp>(x, tokens.over_cp()), 1, tokens.sequence() - 1);
+  const auto last = select(whole_sequence(x, tokens), 1, tokens.sequence() - 1);
   const auto logits = linear(last, head_weight(raw::LateGradient::may_be));
   const Pieces words{config_.vocab, current_mesh().size(tp)};
   return all_gather<tp>(logits, {.dim = 1, .sizes = words.lengths()});

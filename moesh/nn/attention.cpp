@@ -7,32 +7,96 @@
 
 #include "moesh/base/error.h"
 #include "moesh/nn/attention_functions.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
 namespace {
 
-// Positions count from the first key: chunks begin where they did.
-kernels::AttentionConfig kernel_config(const Tokens& tokens, const AttentionOptions& o,
-                                       const PositionRange& seen) {
-  // A chunk of the whole sequence means no chunks. (For other documents than whole sequences the
-  // kernels cannot tell: they know only the keys of this rank.)
-  const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
-  return {.scale = o.scale,
-          .start = tokens.first_position() - seen.begin,
-          .window = o.window,
-          .chunk = chunk,
-          .most_documents = tokens.most_documents()};
+bool sees_all(const AttentionOptions& o, std::int64_t sequence) {
+  return (o.window == 0 || o.window >= sequence) && (o.chunk == 0 || o.chunk >= sequence);
 }
 
-PositionRange seen_here(const Tokens& tokens, const AttentionOptions& o) {
+// The keys that queries at these positions may see.
+PositionRange keys_of(const PositionRange& queries, const Tokens& tokens,
+                      const AttentionOptions& o) {
+  const std::int64_t start = queries.begin;
+  if (queries.length() == 0) return {start, start};
+  std::int64_t first = o.window > 0 ? std::max<std::int64_t>(0, start - o.window + 1) : 0;
+  if (o.chunk > 0 && tokens.has_documents())
+    first = std::max<std::int64_t>(first, start - o.chunk + 1);
+  else if (o.chunk > 0)
+    first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
+  return {first, queries.end};
+}
+
+PositionRanges seen_here(const Tokens& tokens, const AttentionOptions& o) {
   return seen_ranges(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
 }
 
-// Undefined without documents.
-at::Tensor from_first_key(const at::Tensor& starts_BL, const PositionRange& seen) {
-  return starts_BL.defined() ? starts_BL - seen.begin : starts_BL;
+// One range of this rank's queries, and the keys that they may see: the work of a kernel.
+struct KernelCall {
+  PositionRange queries, keys;
+  std::int64_t first_query, first_key;  // their rows among those of this rank
+
+  // Positions count from the first key: chunks begin where they did.
+  kernels::AttentionConfig config(const Tokens& tokens, const AttentionOptions& o) const {
+    // A chunk of the whole sequence means no chunks. (For other documents than whole sequences the
+    // kernels cannot tell: they know only the keys of this rank.)
+    const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
+    return {.scale = o.scale,
+            .start = queries.begin - keys.begin,
+            .window = o.window,
+            .chunk = chunk,
+            .most_documents = tokens.most_documents()};
+  }
+  // Undefined without documents.
+  at::Tensor starts(const at::Tensor& starts_BL) const {
+    if (!starts_BL.defined()) return starts_BL;
+    return (starts_BL.narrow(1, first_query, queries.length()) - keys.begin).contiguous();
+  }
+};
+
+// `has`: the positions of the keys that are there.
+std::vector<KernelCall> kernel_calls(const Tokens& tokens, const AttentionOptions& o,
+                                     const PositionRanges& has) {
+  std::vector<KernelCall> calls;
+  std::int64_t first_query = 0;
+  for (const PositionRange& queries : tokens.positions()) {
+    KernelCall call{queries, keys_of(queries, tokens, o), first_query, 0};
+    for (const PositionRange& r : has) {
+      if (call.keys.begin < r.end) {
+        call.keys.begin = std::max(call.keys.begin, r.begin);
+        call.first_key += call.keys.begin - r.begin;
+        break;
+      }
+      call.first_key += r.length();
+    }
+    calls.push_back(call);
+    first_query += queries.length();
+  }
+  return calls;
+}
+
+// The keys or values [B, S, ..] of each call. Calls share rows: their gradients are added up in
+// one tensor, where each slice of autograd would have one of the size of x.
+std::vector<at::Tensor> parts_of_calls(const at::Tensor& x, const std::vector<KernelCall>& calls) {
+  const auto part = [](const at::Tensor& t, const KernelCall& c) {
+    return t.narrow(1, c.first_key, c.keys.length());
+  };
+  if (calls.size() == 1) return {calls[0].keys.length() == x.size(1) ? x : part(x, calls[0])};
+  std::vector<at::Tensor> parts;
+  for (const KernelCall& c : calls) parts.push_back(part(x.detach(), c));
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return parts;
+  return raw::attach_many(
+      {x}, parts,
+      [part, calls, like = at::empty({0}, x.options()),
+       sizes = x.sizes().vec()](const std::vector<at::Tensor>& grads) -> std::vector<at::Tensor> {
+        at::Tensor sum = at::zeros(sizes, like.options());
+        for (size_t i = 0; i < calls.size(); ++i) part(sum, calls[i]).add_(grads[i]);
+        return {sum};
+      });
 }
 
 // `sinks_h` and `starts_BL` may be undefined.
@@ -40,16 +104,26 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                         const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
                         const at::Tensor& starts_BL, const Tokens& tokens,
                         const AttentionOptions& o, const KvCache* kv_cache) {
-  const PositionRange seen = kv_cache ? kv_cache->kept() : seen_here(tokens, o);
-  MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
+  const PositionRanges seen = kv_cache ? PositionRanges{kv_cache->kept()} : seen_here(tokens, o);
+  MOESH_CHECK(k_BSgd.size(1) == total_length(seen) && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
-              " values, and the queries of this cp rank see ", seen.end - seen.begin,
+              " values, and the queries of this cp rank see ", total_length(seen),
               " positions; take both from seen_positions with the same options");
-  const kernels::AttentionConfig config = kernel_config(tokens, o, seen);
-  const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h,
-                                      from_first_key(starts_BL, seen)};
-  return kernels::takes_attention(config, input) ? fused_attention(config, input)
-                                                 : composed_attention(config, input);
+  const auto calls = kernel_calls(tokens, o, seen);
+  const auto keys = parts_of_calls(k_BSgd, calls), values = parts_of_calls(v_BSgd, calls);
+  std::vector<std::int64_t> lengths;
+  for (const KernelCall& c : calls) lengths.push_back(c.queries.length());
+  const std::vector<at::Tensor> queries =
+      calls.size() == 1 ? std::vector{q_BLhd} : q_BLhd.split_with_sizes(lengths, 1);
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const kernels::AttentionConfig config = calls[i].config(tokens, o);
+    const kernels::AttentionInput input{queries[i], keys[i], values[i], sinks_h,
+                                        calls[i].starts(starts_BL)};
+    outputs.push_back(kernels::takes_attention(config, input) ? fused_attention(config, input)
+                                                              : composed_attention(config, input));
+  }
+  return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 1);
 }
 
 // [h]: the largest of all queries, in blocks of them. r query heads of a key head, l queries of a
@@ -91,12 +165,14 @@ at::Tensor largest_logits(const kernels::AttentionConfig& c, const at::Tensor& q
 void MaxLogits::see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& o,
                     std::int64_t most_scores) {
   const at::NoGradGuard no_grad;
-  const PositionRange seen = seen_here(tokens, o);
-  const at::Tensor starts_BL = from_first_key(local(tokens.document_starts()), seen);
-  const at::Tensor mine =
-      largest_logits(kernel_config(tokens, o, seen), local(q), local(k), starts_BL, most_scores);
-  if (!largest_h_.defined()) largest_h_ = at::full_like(mine, -INFINITY);
-  largest_h_.copy_(at::maximum(largest_h_, mine));
+  const at::Tensor& starts_BL = local(tokens.document_starts());
+  for (const KernelCall& c : kernel_calls(tokens, o, seen_here(tokens, o))) {
+    const at::Tensor of_call = largest_logits(
+        c.config(tokens, o), local(q).narrow(1, c.first_query, c.queries.length()),
+        local(k).narrow(1, c.first_key, c.keys.length()), c.starts(starts_BL), most_scores);
+    if (!largest_h_.defined()) largest_h_ = at::full_like(of_call, -INFINITY);
+    largest_h_.copy_(at::maximum(largest_h_, of_call));
+  }
 }
 
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width) {
@@ -105,55 +181,87 @@ Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int
 
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) { return flatten(x, 2, 3); }
 
-std::vector<PositionRange> seen_ranges(const Tokens& tokens, const AttentionOptions& o) {
-  const std::int64_t all = tokens.sequence();
-  const bool sees_all = (o.window == 0 || o.window >= all) && (o.chunk == 0 || o.chunk >= all);
-  std::vector<PositionRange> found;
-  std::int64_t start = 0;
-  for (auto length : tokens.over_cp().sizes) {
-    std::int64_t first = o.window > 0 ? std::max<std::int64_t>(0, start - o.window + 1) : 0;
-    if (o.chunk > 0 && tokens.has_documents())
-      first = std::max(first, start - o.chunk + 1);
-    else if (o.chunk > 0)
-      first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
-    if (length == 0) first = start;
-    found.push_back(sees_all ? PositionRange{0, all} : PositionRange{first, start + length});
-    start += length;
+std::vector<PositionRanges> seen_ranges(const Tokens& tokens, const AttentionOptions& o) {
+  const auto spans = tokens.spans();
+  if (sees_all(o, tokens.sequence()))
+    return std::vector<PositionRanges>(spans.size(), {{0, tokens.sequence()}});
+  std::vector<PositionRanges> found;
+  for (const PositionRanges& span : spans) {
+    PositionRanges& seen = found.emplace_back();
+    for (const PositionRange& queries : span) {
+      const PositionRange keys = keys_of(queries, tokens, o);
+      if (keys.length() == 0) continue;
+      if (!seen.empty() && keys.begin <= seen.back().end)
+        seen.back().end = keys.end;
+      else
+        seen.push_back(keys);
+    }
   }
   return found;
 }
 
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options) {
-  const PositionRange seen =
-      seen_ranges(tokens, options)[static_cast<size_t>(current_mesh().coordinate(cp))];
-  return tokens.numbers(seen.begin, seen.end);
+  return tokens.numbers(seen_here(tokens, options));
 }
 
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
-  return gather_ranges<cp>(x, tokens.over_cp(), seen_ranges(tokens, o));
+  return gather_ranges<cp>(x, {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, o)});
 }
 Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
-  return gather_ranges<cp>(x, tokens.over_cp(), seen_ranges(tokens, o));
+  return gather_ranges<cp>(x, {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, o)});
+}
+
+double num_visible(const PositionRange& queries, const AttentionOptions& o) {
+  // Of the first n queries of a chunk.
+  const auto of_chunk = [&](std::int64_t n) {
+    const std::int64_t rising = o.window > 0 ? std::min(n, o.window) : n;
+    return static_cast<double>(rising) * static_cast<double>(rising + 1) / 2 +
+           static_cast<double>(n - rising) * static_cast<double>(o.window);
+  };
+  const auto of_first = [&](std::int64_t n) {
+    if (o.chunk == 0) return of_chunk(n);
+    return static_cast<double>(n / o.chunk) * of_chunk(o.chunk) + of_chunk(n % o.chunk);
+  };
+  return of_first(queries.end) - of_first(queries.begin);
 }
 
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
-  double sum = 0;
-  for (std::int64_t i = 0; i < sequence; ++i) {
-    std::int64_t seen = i + 1;
-    if (o.window > 0) seen = std::min(seen, o.window);
-    if (o.chunk > 0) seen = std::min(seen, i % o.chunk + 1);
-    sum += static_cast<double>(seen);
+  return num_visible({0, sequence}, o) / static_cast<double>(std::max<std::int64_t>(1, sequence));
+}
+
+double longest_share(const AttentionOptions& o, std::int64_t sequence, int num_cp,
+                     SequenceCut cut) {
+  double most = 0;
+  for (int c = 0; c < num_cp; ++c) {
+    double sum = 0;
+    for (const PositionRange& r : SequenceShard(1, sequence, num_cp, c, 1, cut).ranges())
+      sum += num_visible(r, o);
+    most = std::max(most, sum);
   }
-  return sum / static_cast<double>(std::max<std::int64_t>(1, sequence));
+  const double all = num_visible({0, sequence}, o);
+  return all > 0 ? most * num_cp / all : 1;
+}
+
+SequenceCut cheaper_cut(const std::vector<std::optional<AttentionOptions>>& layers,
+                        std::int64_t sequence, int num_cp) {
+  // Ranks wait for each other in every layer: each counts as its own longest rank does.
+  const auto longest = [&](SequenceCut cut) {
+    double sum = 0;
+    for (const auto& o : layers)
+      if (o) sum += num_visible({0, sequence}, *o) * longest_share(*o, sequence, num_cp, cut);
+    return sum;
+  };
+  return longest(SequenceCut::balanced) < 0.95 * longest(SequenceCut::contiguous)
+             ? SequenceCut::balanced
+             : SequenceCut::contiguous;
 }
 
 RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
                   const Full& x) {
   const auto dtype = local(x).scalar_type();
   const auto device = local(x).device();
-  if (!tokens.has_documents())
-    return tables.at(config, tokens.first_position(), tokens.span_length(), dtype, device);
-  RopeTable table = tables.at(config, 0, tokens.sequence(), dtype, device);
+  if (!tokens.has_documents()) return tables.at(config, tokens.positions(), dtype, device);
+  RopeTable table = tables.at(config, {{0, tokens.sequence()}}, dtype, device);
   table.positions_BL = local(tokens.document_positions());
   return table;
 }

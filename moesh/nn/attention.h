@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "moesh/fsdp/param.h"
@@ -23,10 +24,11 @@ using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;  // [h]: a number o
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width);
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x);
 
-/// For each cp rank, the positions that its queries may see, its own among them: up to the end of
-/// its span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
-/// Shapes do not depend on where documents begin: a chunk, which counts from there, is as a window.
-std::vector<PositionRange> seen_ranges(const Tokens& tokens, const AttentionOptions& options);
+/// For each cp rank, the positions that its queries may see, its own among them: for each range of
+/// them up to its end, and from a multiple of the chunk. Without a window or chunk all ranks see
+/// the whole. Shapes do not depend on where documents begin: a chunk, which counts from there, is
+/// as a window.
+std::vector<PositionRanges> seen_ranges(const Tokens& tokens, const AttentionOptions& options);
 
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of the tokens that its queries see
 /// (`seen_ranges`): only these are sent. Keys and values may be made before or after, whichever
@@ -41,13 +43,24 @@ at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options);
 /// keeps.
 template <auto L>
 Tensor<L> all_positions(const Tensor<L>& x, const Tokens& tokens) {
-  const std::vector<PositionRange> whole(tokens.over_cp().sizes.size(),
-                                         PositionRange{0, tokens.sequence()});
-  return gather_ranges<cp>(x, tokens.over_cp(), whole);
+  const auto spans = tokens.spans();
+  const std::vector<PositionRanges> whole(spans.size(), {{0, tokens.sequence()}});
+  return gather_ranges<cp>(x, {.dim = 1, .held = spans, .asked = whole});
 }
 
-/// How many keys a query sees, on average over a sequence.
+/// How many keys the queries at these positions see, all of them together; and how many a query
+/// sees, on average over a sequence.
+double num_visible(const PositionRange& queries, const AttentionOptions& options);
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);
+/// How many keys the queries of the cp rank see that has the most of them, divided by the mean of
+/// the cp ranks.
+double longest_share(const AttentionOptions& options, std::int64_t sequence, int num_cp,
+                     SequenceCut cut);
+/// The cut for layers with these options (none: a layer whose work is the same for every token). It
+/// is balanced where that takes 5 % off the longest ranks of all layers: a window needs rows before
+/// each of two ranges then, and a layer runs two kernels.
+SequenceCut cheaper_cut(const std::vector<std::optional<AttentionOptions>>& layers,
+                        std::int64_t sequence, int num_cp);
 
 /// The lines of a table for the positions of this cp rank's tokens, in their documents if they have
 /// any.
@@ -107,6 +120,8 @@ class Attention {
   virtual void each_param(const std::function<void(Stored&)>& f) = 0;
   /// FLOPs of scores and values per token, forward and backward, at this sequence length.
   virtual double flops(std::int64_t sequence) const = 0;
+  /// What a query sees; nothing: a state is carried along, and all tokens cost the same.
+  virtual std::optional<AttentionOptions> sees() const = 0;
 
  private:
   MaxLogits max_logits_;

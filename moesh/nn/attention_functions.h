@@ -25,11 +25,12 @@ at::Tensor visible_keys(std::int64_t num_queries, std::int64_t num_keys,
                         at::Device device);
 
 // ---- LibTorch's FlashAttention-2, or cuDNN's kernel where sinks are all there is ----
-// For a window, sinks or documents on an accelerator: no mask, and key heads are not repeated.
+// For a window, sinks, documents, or queries behind the first keys, on an accelerator: no mask, and
+// key heads are not repeated.
 
-/// Whether it takes them: compute capability 8.0 or more, bfloat16, heads of one width, queries
-/// that end where the keys end (in documents: any), no chunks. What has no window, sinks or
-/// documents is left to faster kernels.
+/// Whether it takes them: compute capability 8.0 or more, bfloat16, values no wider than keys,
+/// queries that end where the keys end (in documents: any), no chunks. What has none of these is
+/// left to faster kernels.
 bool takes_flash_attention(const kernels::AttentionConfig& config,
                            const kernels::AttentionInput& input);
 

@@ -31,6 +31,7 @@ class DeltaNet final : public Attention {
                  MaxLogits* logits = nullptr) const override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;
+  std::optional<AttentionOptions> sees() const override { return std::nullopt; }
 
  private:
   /// Tokens that are computed at once: so many that work within a chunk is as large as that on the

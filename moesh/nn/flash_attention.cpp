@@ -213,13 +213,13 @@ DocumentBoundaries document_boundaries(const AttentionConfig& c, const at::Tenso
 bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &k = in.k_BSgd, &v = in.v_BSgv;
   const auto all = k.size(1), width = q.size(3);
-  const bool has_window = c.window > 0 && c.window < all, has_documents = in.starts_BL.defined();
+  const bool has_window = c.window > 0 && c.window < all, has_documents = in.starts_BL.defined(),
+             has_keys_before = c.start > 0;  // of other cp ranks
   // In documents chunks count from where each begins, which may be before the first key: one may
   // end between the keys, however few they are.
-  const bool fits =
-      has_documents ? v.size(3) <= width : c.start + q.size(1) == all && width == v.size(3);
+  const bool fits = v.size(3) <= width && (has_documents || c.start + q.size(1) == all);
   return (q.is_cuda() || q.is_meta()) && q.scalar_type() == at::kBFloat16 && q.numel() > 0 &&
-         (has_window || in.sinks_h.defined() || has_documents) &&
+         (has_window || in.sinks_h.defined() || has_documents || has_keys_before) &&
          (c.chunk == 0 || (c.chunk >= all && !has_documents)) && fits && width % 8 == 0 &&
          width <= 256 && has_fast_kernels(q, k, v);
 }
@@ -229,22 +229,26 @@ at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {
   const auto sinks = optional_of(in.sinks_h);
   const auto batch = in.q_BLhd.size(0), length = in.q_BLhd.size(1), num_keys = c.start + length,
              window = c.window < in.k_BSgd.size(1) ? c.window : 0;
-  if (!in.starts_BL.defined())
-    return FlashAttention::apply(rows(in.q_BLhd), rows(in.k_BSgd), rows(in.v_BSgv), sinks,
-                                 optional_of({}), optional_of({}), length, num_keys, c.scale,
-                                 window);
-  const DocumentBoundaries b = document_boundaries(c, in.starts_BL);
-  // No query sees the keys behind the last query, and the kernel wants values as wide as keys.
-  const auto flat = [&](const at::Tensor& t, std::int64_t num) {
-    return rows(t.narrow(1, 0, num).flatten(0, 1));
-  };
+  // The kernel wants values as wide as keys.
   const auto width = in.q_BLhd.size(3), value_width = in.v_BSgv.size(3);
   const at::Tensor values =
       value_width < width ? at::constant_pad_nd(in.v_BSgv, {0, width - value_width}) : in.v_BSgv;
+  const auto of_values = [&](const at::Tensor& y) {
+    return value_width < width ? y.narrow(3, 0, value_width) : y;
+  };
+  if (!in.starts_BL.defined())
+    return of_values(FlashAttention::apply(rows(in.q_BLhd), rows(in.k_BSgd), rows(values), sinks,
+                                           optional_of({}), optional_of({}), length, num_keys,
+                                           c.scale, window));
+  const DocumentBoundaries b = document_boundaries(c, in.starts_BL);
+  // No query sees the keys behind the last query.
+  const auto flat = [&](const at::Tensor& t, std::int64_t num) {
+    return rows(t.narrow(1, 0, num).flatten(0, 1));
+  };
   const at::Tensor y_Thd = FlashAttention::apply(
       flat(in.q_BLhd, length), flat(in.k_BSgd, num_keys), flat(values, num_keys), sinks,
       optional_of(b.queries), optional_of(b.keys), length, num_keys, c.scale, window);
-  return y_Thd.unflatten(0, {batch, length}).narrow(3, 0, value_width);
+  return of_values(y_Thd.unflatten(0, {batch, length}));
 }
 
 }  // namespace moesh::nn

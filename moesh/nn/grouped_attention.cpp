@@ -101,8 +101,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, KvCach
   }
   if (config_.growth != 0) {
     const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
-    const at::Tensor in_sequence =
-        at::arange(tokens.first_position(), tokens.first_position() + tokens.span_length(), wide);
+    const at::Tensor in_sequence = as_tensor(tokens.positions(), wide);
     q = map_heads(
         [&](const at::Tensor& t, const at::Tensor& in_document) {
           const at::Tensor position = in_document.defined() ? in_document.to(wide) : in_sequence;

@@ -53,6 +53,7 @@ class GroupedAttention final : public Attention {
   std::vector<LogitRows> logit_rows() override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;
+  std::optional<AttentionOptions> sees() const override { return options_; }
 
  private:
   GroupedAttentionConfig config_;

@@ -9,6 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/graph.h"
+#include "moesh/nn/tokens.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
@@ -80,14 +81,14 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
   return frequencies / c.factor * ramp + frequencies * (1 - ramp);
 }
 
-RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length,
-                     at::ScalarType dtype, at::Device device) {
+RopeTable rope_table(const RopeConfig& c, const PositionRanges& positions, at::ScalarType dtype,
+                     at::Device device) {
   const auto options = at::TensorOptions(device).dtype(wide_dtype(dtype));
+  const std::int64_t length = total_length(positions);
   if (device.is_meta())
     return {.cos = at::empty({length, c.dim / 2}, options),
             .sin = at::empty({length, c.dim / 2}, options)};  // only shapes
-  const at::Tensor positions = at::arange(start, start + length, at::kDouble);
-  const at::Tensor angles = at::outer(positions, rope_frequencies(c));
+  const at::Tensor angles = at::outer(as_tensor(positions, at::kDouble), rope_frequencies(c));
   double m = 1;
   if (c.factor > 1 && c.scaling == RopeScaling::yarn) {
     m = c.mscale != 0 && c.mscale_all_dim != 0
@@ -98,19 +99,18 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   return {.cos = (angles.cos() * m).to(options), .sin = (angles.sin() * m).to(options)};
 }
 
-RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int64_t length,
+RopeTable RopeTables::at(const RopeConfig& config, const PositionRanges& positions,
                          at::ScalarType dtype, at::Device device) {
   const auto wide = wide_dtype(dtype);
   const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const CachedTable& e) {
-    return e.config == config && e.start == start && e.length == length && e.dtype == wide &&
-           e.device == device;
+    return e.config == config && e.positions == positions && e.dtype == wide && e.device == device;
   });
   if (found != entries_.end()) {
     std::rotate(found, found + 1, entries_.end());
   } else {
     if (entries_.size() == kMostTables) entries_.erase(entries_.begin());
     entries_.push_back(
-        {config, start, length, wide, device, rope_table(config, start, length, dtype, device)});
+        {config, positions, wide, device, rope_table(config, positions, dtype, device)});
   }
   const RopeTable& table = entries_.back().table;
   kernels::keep_for_graph(table.cos), kernels::keep_for_graph(table.sin);

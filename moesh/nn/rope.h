@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "moesh/kernels/rowwise.h"
+#include "moesh/types/token.h"
 
 namespace moesh::nn {
 
@@ -45,7 +46,7 @@ struct RopeConfig {
 /// The frequencies [dim / 2], float64.
 at::Tensor rope_frequencies(const RopeConfig& config);
 
-/// cos and sin of positions [start, start + length): [length, dim / 2] each, with YaRN's magnitude.
+/// cos and sin of positions: [their number, dim / 2] each, with YaRN's magnitude.
 struct RopeTable {
   at::Tensor cos, sin;
   // int64 [B, L]: the line of each token; undefined: token l of a sequence has line l.
@@ -58,20 +59,20 @@ struct RopeTable {
     return {cos, sin, positions_BL, interleaved, /*leading=*/true};
   }
 };
-RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length,
+RopeTable rope_table(const RopeConfig& config, const PositionRanges& positions,
                      at::ScalarType dtype, at::Device device);
 
 /// The tables of a model on one rank, which its layers share. They are computed on the host in
 /// float64: each is made when it is first asked for, and kept.
 class RopeTables {
  public:
-  RopeTable at(const RopeConfig& config, std::int64_t start, std::int64_t length,
-               at::ScalarType dtype, at::Device device);
+  RopeTable at(const RopeConfig& config, const PositionRanges& positions, at::ScalarType dtype,
+               at::Device device);
 
  private:
   struct CachedTable {
     RopeConfig config;
-    std::int64_t start, length;
+    PositionRanges positions;
     at::ScalarType dtype;
     at::Device device;
     RopeTable table;

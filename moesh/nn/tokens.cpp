@@ -7,20 +7,25 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/ops.h"
-#include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
 
 using enum Place;
 
+at::Tensor as_tensor(const PositionRanges& ranges, const at::TensorOptions& options) {
+  std::vector<at::Tensor> parts;
+  for (const PositionRange& r : ranges) parts.push_back(at::arange(r.begin, r.end, options));
+  return parts.size() == 1 ? parts[0] : at::cat(parts);
+}
+
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-               const at::Tensor& valid_BL, const Documents& documents, std::int64_t num_before,
-               const at::Tensor& samples_B)
+               SequenceCut cut, const at::Tensor& valid_BL, const Documents& documents,
+               std::int64_t num_before, const at::Tensor& samples_B)
     : mesh_(mesh),
       batch_(batch),
       sequence_(sequence),
       sequence_parallel_(sequence_parallel),
+      cut_(cut),
       rank_(mesh.rank()),
       num_dp_(mesh.size(dp)),
       num_before_(num_before),
@@ -33,11 +38,10 @@ Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool
   most_documents_ = documents.most;
   const auto starts = whole(documents.starts_BL, at::kLong, "where their documents begin");
   starts_ = map_rows([](const at::Tensor& t) { return t.squeeze(2).contiguous(); },
-                     keep<cp>(starts, over_cp()));
+                     own_span(starts, *this));
   positions_ = map_rows(
       [&](const at::Tensor& starts_BL) {
-        return at::arange(span_start(), span_start() + span_length(), starts_BL.options()) -
-               starts_BL;
+        return as_tensor(span_ranges(), starts_BL.options()) - starts_BL;
       },
       starts_);
 }
@@ -53,11 +57,20 @@ Tensor<Dense{T, R, R}> Tokens::whole(const at::Tensor& x_BL, at::ScalarType dtyp
 }
 
 SequenceShard Tokens::shard(int rank) const {
-  if (sequence_parallel_)
-    return SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes),
-                         mesh_.coordinate(rank, kSequenceAxes));
-  return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(rank, cp),
-                       /*width=*/mesh_.size(tp));
+  const SequenceShard of_cp = span(mesh_.coordinate(rank, cp));
+  return sequence_parallel_ ? of_cp.piece(mesh_.coordinate(rank, tp)) : of_cp;
+}
+
+PositionRanges Tokens::positions() const {
+  PositionRanges ranges = span_ranges();
+  for (PositionRange& r : ranges) r.begin += num_before_, r.end += num_before_;
+  return ranges;
+}
+
+std::vector<PositionRanges> Tokens::spans() const {
+  std::vector<PositionRanges> all;
+  for (int c = 0; c < mesh_.size(cp); ++c) all.push_back(span(c).ranges());
+  return all;
 }
 
 std::int64_t Tokens::length() const { return shard(rank_).length(); }
@@ -82,43 +95,43 @@ std::vector<std::int64_t> Tokens::rows(const comm::Group& group) const {
   return all;
 }
 
+PositionRanges Tokens::one_by_one() const {
+  PositionRanges all;
+  for (const PositionRanges& ranges : spans()) all.insert(all.end(), ranges.begin(), ranges.end());
+  return all;
+}
+
 SplitDim Tokens::over_cp() const {
-  const int num_cp = mesh_.size(cp), num_tp = mesh_.size(tp);
   SplitDim along{.dim = 1};
-  for (int c = 0; c < num_cp; ++c)
-    along.sizes.push_back(SequenceShard(batch_, sequence_, num_cp, c, num_tp).length());
+  for (const PositionRanges& ranges : spans()) along.sizes.push_back(total_length(ranges));
   return along;
 }
 
 SplitDim Tokens::over_tp() const {
-  const int num_tp = mesh_.size(tp), first = mesh_.coordinate(cp) * num_tp;
+  const SequenceShard of_cp = span(mesh_.coordinate(cp));
   SplitDim along{.dim = 1};
-  for (int t = 0; t < num_tp; ++t)
-    along.sizes.push_back(
-        SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes), first + t).length());
+  for (int t = 0; t < mesh_.size(tp); ++t) along.sizes.push_back(of_cp.piece(t).length());
   return along;
 }
 
 PerToken Tokens::own(const Tensor<Dense{T, R, R}>& x) const {
-  const auto span = keep<cp>(x, over_cp());
-  if (sequence_parallel_) return flatten(keep<tp>(span, over_tp()), 0, 1);
-  return keep<tp>(flatten(span, 0, 1), {.dim = 0, .sizes = rows(*mesh_.group(tp))});
+  const auto of_cp = own_span(x, *this);
+  if (sequence_parallel_) return flatten(keep<tp>(of_cp, over_tp()), 0, 1);
+  return keep<tp>(flatten(of_cp, 0, 1), {.dim = 0, .sizes = rows(*mesh_.group(tp))});
 }
 
-at::Tensor Tokens::numbers(std::int64_t begin, std::int64_t end) const {
+at::Tensor Tokens::numbers(const PositionRanges& ranges) const {
   if (!samples_B_.defined()) return {};
-  return samples_B_.mul(sequence_).unsqueeze(1) + at::arange(begin, end, samples_B_.options());
+  return samples_B_.mul(sequence_).unsqueeze(1) + as_tensor(ranges, samples_B_.options());
 }
 
 at::Tensor Tokens::gathered_numbers() const {
   if (!samples_B_.defined()) return {};
   if (!sequence_parallel_) return span_numbers().flatten();
   std::vector<at::Tensor> pieces;
-  std::int64_t begin = span_start();
-  for (const std::int64_t length : over_tp().sizes) {
-    pieces.push_back(numbers(begin, begin + length).flatten());
-    begin += length;
-  }
+  const SequenceShard of_cp = span(mesh_.coordinate(cp));
+  for (int t = 0; t < mesh_.size(tp); ++t)
+    pieces.push_back(numbers(of_cp.piece(t).ranges()).flatten());
   return at::cat(pieces);
 }
 
@@ -135,10 +148,12 @@ at::Tensor Tokens::global_ids(at::Device device) const {
                      before = mesh_.coordinate(dp) * batch_ * sequence_;
   const at::Tensor rows =
       at::arange(first, first + num_local(), at::TensorOptions(device).dtype(at::kLong));
-  return rows.div(length, "floor")
-      .mul_(sequence_)
-      .add_(rows.remainder(length))
-      .add_(before + held.start());
+  at::Tensor places = rows.remainder(length);
+  if (const PositionRanges ranges = held.ranges(); ranges.size() == 2) {
+    const PositionRange &one = ranges[0], &two = ranges[1];
+    places.add_(places.ge(one.length()).mul(two.begin - one.end));
+  }
+  return rows.div(length, "floor").mul_(sequence_).add_(places).add_(before + held.start());
 }
 
 at::Tensor Tokens::sequence_ids(at::Device device) const {

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "moesh/comm/mesh.h"
-#include "moesh/spmd/raw.h"
-#include "moesh/spmd/tensor.h"
+#include "moesh/spmd/gather_ranges.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 #include "moesh/types/token.h"
 
 namespace moesh::nn {
@@ -29,10 +30,13 @@ struct Documents {
   bool any() const { return starts_BL.defined(); }
 };
 
+/// [length of the ranges]: these positions.
+at::Tensor as_tensor(const PositionRanges& ranges, const at::TensorOptions& options);
+
 /// Every dp rank has `batch` sequences of `sequence` tokens, and dp numbers them all. The sequence
-/// is cut over cp x tp. With sequence parallelism a rank holds its own piece [batch, len]; without
-/// it the tp ranks hold the same span of cp [batch, span], and inside the layer each takes a flat
-/// piece of it.
+/// is cut over cp, into spans of one range of positions or two (SequenceCut), and a span over tp.
+/// With sequence parallelism a rank holds its own piece [batch, len]; without it the tp ranks hold
+/// the same span [batch, span], and inside the layer each takes a flat piece of it.
 class Tokens {
  public:
   /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
@@ -40,8 +44,9 @@ class Tokens {
   /// seen already, and whose keys and values it has kept (nn/kv_cache.h). `samples_B`: the numbers
   /// of this dp rank's sequences in the run, int64; undefined: nothing depends on them.
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-         const at::Tensor& valid_BL = {}, const Documents& documents = {},
-         std::int64_t num_before = 0, const at::Tensor& samples_B = {});
+         SequenceCut cut = SequenceCut::contiguous, const at::Tensor& valid_BL = {},
+         const Documents& documents = {}, std::int64_t num_before = 0,
+         const at::Tensor& samples_B = {});
 
   std::int64_t batch() const { return batch_; }
   std::int64_t sequence() const { return sequence_; }
@@ -56,25 +61,29 @@ class Tokens {
   /// num_local of each rank of a group.
   std::vector<std::int64_t> rows(const comm::Group& group) const;
 
-  /// How [batch, sequence, ..] is cut along dimension 1: the spans of the cp ranks, and the pieces
-  /// of this cp rank's tp ranks.
+  /// How long the spans of the cp ranks are, and the pieces of this cp rank's tp ranks, of
+  /// [batch, sequence, ..] along dimension 1.
   SplitDim over_cp() const;
   SplitDim over_tp() const;
-  /// The first position of this cp rank's span, and its length.
-  std::int64_t span_start() const { return span().start(); }
-  std::int64_t span_length() const { return span().length(); }
-  /// The position of the first token of this cp rank's span, counted from the beginning of the
-  /// sequence; rotations and masks use it.
-  std::int64_t first_position() const { return num_before_ + span_start(); }
+  /// The positions of each cp rank's span; those of this one, and of this rank's part of the
+  /// residual stream.
+  std::vector<PositionRanges> spans() const;
+  PositionRanges span_ranges() const { return span(mesh_.coordinate(cp)).ranges(); }
+  PositionRanges mine_ranges() const { return shard(rank_).ranges(); }
+  std::int64_t span_length() const { return total_length(span_ranges()); }
   std::int64_t num_before() const { return num_before_; }
+  /// The span's positions counted from the beginning of the sequence, tokens before these included;
+  /// rotations and masks use them.
+  PositionRanges positions() const;
   /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp
   /// rank's sequences.
-  at::Tensor mine(const at::Tensor& x) const {
-    return x.narrow(1, shard(rank_).start(), shard(rank_).length());
-  }
-  std::int64_t mine_start() const { return shard(rank_).start(); }
+  at::Tensor mine(const at::Tensor& x) const { return raw::rows_at(x, 1, mine_ranges()); }
   /// The span of this cp rank, the same for its tp ranks.
-  at::Tensor my_span(const at::Tensor& x) const { return x.narrow(1, span_start(), span_length()); }
+  at::Tensor my_span(const at::Tensor& x) const { return raw::rows_at(x, 1, span_ranges()); }
+  /// The spans of all cp ranks, one behind the other, are in order of their positions then; and the
+  /// other way round.
+  at::Tensor by_position(const at::Tensor& x) const { return raw::by_position(x, 1, one_by_one()); }
+  at::Tensor by_span(const at::Tensor& x) const { return raw::rows_at(x, 1, one_by_one()); }
 
   /// [batch, sequence, D], this dp rank's sequences, which its cp and tp ranks have whole -> this
   /// rank's own tokens [num_local, D].
@@ -89,12 +98,12 @@ class Tokens {
   const OfSpan& document_starts() const { return starts_; }
   const OfSpan& document_positions() const { return positions_; }
 
-  /// The numbers in the run, int64 [batch, end - begin], of the tokens at positions [begin, end) of
-  /// this dp rank's sequences, which other ranks may hold; of those of this cp rank's span; and, in
-  /// one row [N], of the span in the order in which a flat stream of tokens is gathered over tp.
+  /// The numbers in the run, int64 [batch, length of the ranges], of the tokens at these positions
+  /// of this dp rank's sequences, which other ranks may hold; of those of this cp rank's span; and,
+  /// in one row [N], of the span in the order in which a flat stream of tokens is gathered over tp.
   /// Undefined without numbers of sequences.
-  at::Tensor numbers(std::int64_t begin, std::int64_t end) const;
-  at::Tensor span_numbers() const { return numbers(span_start(), span_start() + span_length()); }
+  at::Tensor numbers(const PositionRanges& ranges) const;
+  at::Tensor span_numbers() const { return numbers(span_ranges()); }
   at::Tensor gathered_numbers() const;
 
   GlobalToken global(LocalToken t) const;
@@ -108,9 +117,10 @@ class Tokens {
 
  private:
   SequenceShard shard(int rank) const;
-  SequenceShard span() const {
-    return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(cp), mesh_.size(tp));
+  SequenceShard span(int cp_rank) const {
+    return {batch_, sequence_, mesh_.size(cp), cp_rank, mesh_.size(tp), cut_};
   }
+  PositionRanges one_by_one() const;  // all spans
   std::int64_t flat_start(int rank) const;
   Tensor<Dense{Place::T, Place::R, Place::R}> whole(const at::Tensor& x_BL, at::ScalarType dtype,
                                                     const char* what) const;
@@ -118,6 +128,7 @@ class Tokens {
   const Mesh& mesh_;
   std::int64_t batch_, sequence_;
   bool sequence_parallel_;
+  SequenceCut cut_;
   int rank_;
   std::int64_t num_dp_, num_before_;
   PerToken valid_N1_;
@@ -126,5 +137,18 @@ class Tokens {
   at::Tensor samples_B_;
   std::shared_ptr<at::Tensor> members_ = std::make_shared<at::Tensor>();  // undefined: not made
 };
+
+/// [batch, span, ..] of each cp rank -> [batch, sequence, ..].
+template <auto L>
+auto whole_sequence(const Tensor<L>& x, const Tokens& tokens) {
+  return map_rows([&](const at::Tensor& t) { return tokens.by_position(t); },
+                  all_gather<cp>(x, tokens.over_cp()));
+}
+/// [batch, sequence, ..], which all cp ranks have -> [batch, span, ..].
+template <auto L>
+auto own_span(const Tensor<L>& x, const Tokens& tokens) {
+  return keep<cp>(map_rows([&](const at::Tensor& t) { return tokens.by_span(t); }, x),
+                  tokens.over_cp());
+}
 
 }  // namespace moesh::nn

@@ -400,6 +400,7 @@ StepOptions step_options(const Config& config) {
                       .pipeline = pipeline_options(config)};
   options.forward = {
       .sequence_parallel = config.parallelism.sequence_parallel,
+      .sequence_cut = sequence_cut(config),
       .recompute = recompute(config),
       .auxiliary = {.balance_weight = config.moe.balance_loss_weight,
                     .z_weight = config.moe.z_loss_weight,

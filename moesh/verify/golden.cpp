@@ -188,7 +188,7 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
   for (at::Tensor* t : batch_of_dp.from_data()) *t = t->to(device(config));
   const Gradients g = accumulate_gradients(*model, {batch_of_dp}, options);
   const nn::Tokens tokens(mesh, batch, config.data.sequence_length,
-                          options.forward.sequence_parallel);
+                          options.forward.sequence_parallel, options.forward.sequence_cut);
   const Pieces words{vocab, mesh.size(tp)};
   report({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
   if (!probe.logits_BLV.empty())
@@ -197,7 +197,7 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
               return tokens.my_span(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
                                                      words.length(mesh.coordinate(tp)));
             },
-            false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
+            false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_ranges()}});
   model->each_param([&](Stored& w, bool) {
     if (!w.spec.trained) return;
     report({"d(" + w.spec.name + ")", raw::gather(w, raw::gradient(w)).cpu(),

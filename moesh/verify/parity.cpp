@@ -157,7 +157,8 @@ Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
     const std::int64_t sequence = worst / delta.size(-2);
     found.batch = static_cast<double>(tensor.tokens->batch + sequence +
                                       sequence / delta.size(-3) * tensor.tokens->skipped);
-    found.position = static_cast<double>(tensor.tokens->position + worst % delta.size(-2));
+    found.position =
+        static_cast<double>(position_at(tensor.tokens->positions, worst % delta.size(-2)));
   }
   return found;
 }

@@ -13,6 +13,7 @@
 
 #include "moesh/comm/mesh.h"
 #include "moesh/fsdp/param.h"
+#include "moesh/types/token.h"
 
 namespace moesh::verify {
 
@@ -40,10 +41,12 @@ constexpr double kNoiseAllowed = 5;
 /// The noise of so few elements may be small by chance.
 constexpr double kFewElements = 16;
 
-/// Where the first token of a rank's [.., B, L, D] is in the whole; after each B sequences
-/// `skipped` of other ranks follow there.
+/// Where the tokens of a rank's [.., B, L, D] are in the whole: its first sequence, and their
+/// positions. After each B sequences `skipped` of other ranks follow there.
 struct TokenOrigin {
-  std::int64_t batch, position, skipped = 0;
+  std::int64_t batch;
+  PositionRanges positions;
+  std::int64_t skipped = 0;
 };
 
 /// How far the steps moved a parameter. It is small beside the parameter, and judged for this

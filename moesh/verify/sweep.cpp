@@ -41,9 +41,11 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
   const auto& schedules = pipeline::schedule_names();
   std::vector<SweepMesh> all;
   size_t turn = static_cast<size_t>(num_ranks);
-  size_t num_pipelines = static_cast<size_t>(num_ranks), num_shapes = 0;
-  const auto add = [&](const MeshShape& shape, const std::string& schedule) {
-    all.push_back({shape, schedule, ++num_pipelines % kEveryTied == 0});
+  size_t num_pipelines = static_cast<size_t>(num_ranks), num_shapes = 0, num_cuts = 0;
+  const auto add = [&](SweepMesh mesh) {
+    if (mesh.shape.cp > 1) mesh.cut = num_cuts++ % 2 == 0 ? "balanced" : "contiguous";
+    if (mesh.shape.pp > 1) mesh.is_tied = ++num_pipelines % kEveryTied == 0;
+    all.push_back(std::move(mesh));
   };
   for (int stages = 1; stages <= num_ranks; ++stages) {
     if (num_ranks % stages != 0) continue;
@@ -51,11 +53,11 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
       shape.pp = stages;
       if (shape.ep > 1) shape = on_nodes_in_turn(shape, num_shapes++);
       if (stages == 1)
-        all.push_back({shape});
+        add({shape});
       else if (num_ranks <= kEverySchedule)
-        for (const std::string& schedule : schedules) add(shape, schedule);
+        for (const std::string& schedule : schedules) add({shape, schedule});
       else
-        add(shape, schedules[turn++ % schedules.size()]);
+        add({shape, schedules[turn++ % schedules.size()]});
     }
   }
   return all;
@@ -64,8 +66,10 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
 }  // namespace
 
 std::string SweepMesh::describe() const {
-  if (shape.pp == 1) return shape.describe();
-  return detail::concat(shape.describe(), " ", schedule, is_tied ? " tied" : "");
+  const std::string of_shape =
+      shape.cp == 1 ? shape.describe() : detail::concat(shape.describe(), " ", cut);
+  if (shape.pp == 1) return of_shape;
+  return detail::concat(of_shape, " ", schedule, is_tied ? " tied" : "");
 }
 
 std::vector<SweepMesh> Sweep::meshes() const {

@@ -22,12 +22,14 @@ struct SweepShard {
   int index = 1, count = 1;  // index from 1
 };
 
-/// A mesh, the schedule of its pipeline where it has one, and whether the embedding is the head as
-/// well: then both ends of the pipeline have it. Where nodes share ep, tokens take two hops.
+/// A mesh, the schedule of its pipeline where it has one, whether the embedding is the head as
+/// well: then both ends of the pipeline have it; and how its cp cuts sequences: meshes take turns.
+/// Where nodes share ep, tokens take two hops.
 struct SweepMesh {
   MeshShape shape;
   std::string schedule = "1f1b";
   bool is_tied = false;
+  std::string cut = "auto";
 
   std::string describe() const;
 };

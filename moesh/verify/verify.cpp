@@ -136,12 +136,12 @@ void report_ends(const VerifyCase& c, const Mesh& mesh, const VerifyProbe& probe
     return t.unflatten(0, {order.num_micro, order.num_dp, order.batch})
         .select(1, mesh.coordinate(dp));
   };
-  const auto origin = [&](std::int64_t position) {
-    return TokenOrigin{order.first(0, 0, mesh.coordinate(dp)), position,
+  const auto origin = [&](const PositionRanges& positions) {
+    return TokenOrigin{order.first(0, 0, mesh.coordinate(dp)), positions,
                        (order.num_dp - 1) * order.batch};
   };
   const nn::Tokens tokens(mesh, order.batch, c.config.data.sequence_length,
-                          c.config.parallelism.sequence_parallel);
+                          c.config.parallelism.sequence_parallel, sequence_cut(c.config));
   const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
   if (!probe.logits_BLV.empty())
     report({"logits", at::stack(probe.logits_BLV),
@@ -149,14 +149,14 @@ void report_ends(const VerifyCase& c, const Mesh& mesh, const VerifyProbe& probe
               return of_dp(tokens.my_span(t).narrow(2, vocab.start(mesh.coordinate(tp)),
                                                     vocab.length(mesh.coordinate(tp))));
             },
-            false, origin(tokens.span_start())});
+            false, origin(tokens.span_ranges())});
   // A frozen embedding has no gradient, and needs none of what it gives.
   if (!probe.inputs.empty() && probe.inputs[0].requires_grad()) {
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& x : probe.inputs) gradients.push_back(x.grad());
     report({gradient_name("input"), at::stack(gradients),
             [&](const at::Tensor& t) { return of_dp(tokens.mine(t)); }, false,
-            origin(tokens.mine_start())});
+            origin(tokens.mine_ranges())});
   }
 }
 
@@ -430,19 +430,19 @@ Config with_micro_batches(const Config& config, const std::string& origin) {
   return changed(config, {{kKey, wanted, {origin, true}}});
 }
 
-Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule,
-              bool is_tied) {
+Config fitted(const Config& config, const SweepMesh& mesh) {
+  const MeshShape& shape = mesh.shape;
   models::AnyConfig model = config.model.architecture;
   const auto fit = [](std::int64_t value, std::int64_t divisor) {
     return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
   };
-  const int of_schedule = pipeline::stages_of_a_rank(schedule);
+  const int of_schedule = pipeline::stages_of_a_rank(mesh.schedule);
   const std::int64_t num_stages =
       shape.pp == 1 ? 1 : std::int64_t{shape.pp} * (of_schedule == 0 ? 2 : of_schedule);
   std::visit(
       [&](auto& m) {
         m.num_layers = std::max(m.num_layers, num_stages);
-        m.tie_embeddings |= is_tied;
+        m.tie_embeddings |= mesh.is_tied;
         m.num_heads = fit(m.num_heads, shape.tp);
         if constexpr (requires { m.num_kv_heads; }) {
           m.num_kv_heads = fit(m.num_kv_heads, shape.tp);
@@ -466,9 +466,11 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
   const config::Origin origin{"--sweep"};
   auto settings = config::mesh_settings(shape, origin.text);
   if (shape.pp > 1) {
-    settings.push_back({"parallelism.pipeline_parallel_schedule", schedule, origin});
+    settings.push_back({"parallelism.pipeline_parallel_schedule", mesh.schedule, origin});
     settings.push_back({"parallelism.overlap_experts", false, origin});
   }
+  if (config.origin("parallelism.context_parallel_cut").is_default)
+    settings.push_back({"parallelism.context_parallel_cut", mesh.cut, origin});
   if (shape.num_nodes_of_ep() > 1 && config.origin("parallelism.moe_dispatcher").is_default)
     settings.push_back({"parallelism.moe_dispatcher", std::string("two_hops"), origin});
   if (const auto global = config.training.global_batch_size; global > 0)

@@ -13,6 +13,7 @@
 #include "moesh/verify/noise.h"
 #include "moesh/verify/parity.h"
 #include "moesh/verify/probe.h"
+#include "moesh/verify/sweep.h"
 
 namespace moesh::verify {
 
@@ -42,11 +43,10 @@ std::string why_cut_alike(const Config& config);
 /// at once, unless the user has set another number.
 Config with_micro_batches(const Config& config, const std::string& origin);
 
-/// On a mesh, with heads, experts, layers and a global batch that it divides, and with a few
-/// micro-batches for its pipeline, for sweeps: as they are where they fit. `is_tied`: the embedding
-/// is the head, whatever the model says.
-Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule = "1f1b",
-              bool is_tied = false);
+/// On a mesh of a sweep, with heads, experts, layers and a global batch that it divides, and with a
+/// few micro-batches for its pipeline: as they are where they fit. The embedding of a tied one is
+/// the head, whatever the model says.
+Config fitted(const Config& config, const SweepMesh& mesh);
 
 /// By step.
 using Routing = std::vector<std::unique_ptr<RoutingRecord>>;

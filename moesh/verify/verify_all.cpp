@@ -23,8 +23,7 @@ std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& 
   Sweep taken = *sweep;
   taken.with_cp = models::facts(config.model.architecture).takes_cp();
   std::vector<Config> configs;
-  for (const auto& mesh : taken.meshes())
-    configs.push_back(fitted(config, mesh.shape, mesh.schedule, mesh.is_tied));
+  for (const auto& mesh : taken.meshes()) configs.push_back(fitted(config, mesh));
   return configs;
 }
 
@@ -58,6 +57,7 @@ JsonValue to_json(const Verified& v) {
   const VerifyReport& r = v.report;
   const MeshShape shape = mesh_shape(v.config);
   JsonObject entry{{"mesh", {shape.describe()}}};
+  if (shape.cp > 1) entry.emplace_back("cut", JsonValue{v.config.parallelism.context_parallel_cut});
   if (shape.pp > 1) {
     entry.emplace_back("schedule", JsonValue{v.config.parallelism.pipeline_parallel_schedule});
     entry.emplace_back("tied", JsonValue{is_tied(v.config)});

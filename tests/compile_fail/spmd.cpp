@@ -286,14 +286,11 @@ auto rows_and_scores(const Shards& rows, const Shards& scores, const Splits& siz
 
 #if defined(FAIL_keys_fetched_that_are_there)
 // expect: gather_ranges takes a rank's own tokens (T)
-auto keys(const Tensor<Dense{T, R, F}>& k, const SplitDim& pieces,
-          const std::vector<PositionRange>& seen) {
-  return gather_ranges<cp>(k, pieces, seen);
+auto keys(const Tensor<Dense{T, R, F}>& k, const RangesOfRanks& seen) {
+  return gather_ranges<cp>(k, seen);
 }
 #else
-auto keys(const Columns& k, const SplitDim& pieces, const std::vector<PositionRange>& seen) {
-  return gather_ranges<cp>(k, pieces, seen);
-}
+auto keys(const Columns& k, const RangesOfRanks& seen) { return gather_ranges<cp>(k, seen); }
 #endif
 
 #if defined(FAIL_softmax_over_sharded_vocabulary)

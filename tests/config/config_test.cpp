@@ -782,6 +782,26 @@ TEST(Config, StagesAreThoseOfTheScheduleOnEveryRank) {
 }
 
 // A node has what is set, or what a launcher says.
+TEST(Config, TheCutOfASequenceIsWhatTheModelWantsUntilItIsSet) {
+  const auto cut = [](std::vector<std::string> args, const std::string& key = "") {
+    args.insert(args.end(), {"--mesh=cp=4", "--data.sequence_length=4096"});
+    if (!key.empty()) args.push_back("--parallelism.context_parallel_cut=" + key);
+    return sequence_cut(load_config(args));
+  };
+  const std::vector<std::string> full{"--model=deepseek_v3:debug"},
+      windows{"--model=mixtral:debug", "--model.window=64"}, mixed{"--model=gpt_oss:debug"},
+      chunks{"--model=llama4:debug"}, only_chunks{"--model=llama4:debug", "--model.nope_step=7"};
+  EXPECT_EQ(cut(full), SequenceCut::balanced);
+  EXPECT_EQ(cut(windows), SequenceCut::contiguous);
+  EXPECT_EQ(cut(mixed), SequenceCut::balanced);
+  EXPECT_EQ(cut(chunks), SequenceCut::balanced);
+  EXPECT_EQ(cut(only_chunks), SequenceCut::contiguous);
+  EXPECT_EQ(cut(full, "contiguous"), SequenceCut::contiguous);
+  EXPECT_EQ(cut(windows, "balanced"), SequenceCut::balanced);
+  EXPECT_EQ(sequence_cut(load_config(std::vector<std::string>{"--model=qwen3_next:tiny"})),
+            SequenceCut::contiguous);
+}
+
 TEST(Config, RanksOfANode) {
   const auto ranks = [](const std::vector<std::string>& args) {
     return mesh_shape(load_config(args)).ranks_per_node;

@@ -44,6 +44,8 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
        {files.tokenizer,
         {bytes, "--data.path=" + files.text, "--data.token_folder=" + files.token_folder}}},
       {"data.shuffle", {"false", {bytes, "--data.path=" + files.text}}},
+      {"parallelism.context_parallel_cut",
+       {"balanced", {"--parallelism.context_parallel_degree=2"}}},
       {"parallelism.expert_parallel_degree", {"2", {tp}}},
       {"parallelism.expert_tensor_parallel_degree", {"2", {tp}}},
       {"parallelism.sequence_parallel", {"false", {tp}}},

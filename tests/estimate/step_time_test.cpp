@@ -154,6 +154,39 @@ TEST(StepTime, RowsOfPairsTravelBehindCompute) {
 }
 
 // Layers that are alike, nothing but compute: the bubble of the formula.
+// Ranks of cp wait in each layer for the one whose queries see most: up to twice the mean, where
+// each has one piece of a sequence.
+TEST(StepTime, CountsTheAttentionOfTheLongestRank) {
+  const Cluster cluster = parse_cluster("h100x8:1");
+  const auto compute = [&](const Args& more) {
+    const Config c = load_args(
+        with({"--model=gpt_oss:debug", "--dtype=bfloat16", "--device=cuda", "--data.batch_size=1",
+              "--data.sequence_length=4096", "--mesh=dp_shard=2,cp=4"},
+             more));
+    Profiler profiler(c);
+    return step_time(profiler, cluster, mesh_shape(c), "1f1b").compute;
+  };
+  const std::string key = "--parallelism.context_parallel_cut=";
+  const double contiguous = compute({key + "contiguous"}), balanced = compute({key + "balanced"});
+  const Config c = load_args({"--model=gpt_oss:debug", "--data.sequence_length=4096"});
+  const ModelShape model = model_shape(c);
+  const auto flops = [&](SequenceCut cut) {
+    double sum = model.head_flops;
+    for (size_t i = 0; i < model.layer_flops.size(); ++i) {
+      const nn::AttentionOptions o{.window = i % 2 == 0 ? 32 : 0};
+      sum += model.layer_flops[i] + model.scores[i] * (nn::longest_share(o, 4096, 4, cut) - 1);
+    }
+    return sum;
+  };
+  EXPECT_NEAR(contiguous / balanced, flops(SequenceCut::contiguous) / flops(SequenceCut::balanced),
+              1e-6);
+  EXPECT_GT(contiguous, 1.1 * balanced);
+  EXPECT_EQ(compute({}), balanced) << "auto: half of its layers see everything";
+  EXPECT_EQ(compute({"--model.num_layers=1"}),
+            compute({"--model.num_layers=1", key + "contiguous"}))
+      << "auto: only a window";
+}
+
 TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Cluster cluster = parse_cluster("h100x8:1");
   cluster.node_bandwidth = cluster.network_bandwidth = 1e30, cluster.latency = 0;

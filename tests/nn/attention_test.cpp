@@ -67,7 +67,8 @@ struct Outputs {
 
 // On a mesh of cp x tp: each rank gives what it has, and the whole is put together here.
 Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
-                const MeshShape& shape, const at::Tensor& starts = {}) {
+                const MeshShape& shape, const at::Tensor& starts = {},
+                SequenceCut cut = SequenceCut::contiguous) {
   const auto batch = in.q.size(0), length = in.q.size(1);
   Outputs out{at::zeros({batch, length, in.q.size(2), in.v.size(3)}, at::kDouble),
               at::zeros_like(in.q), at::zeros_like(in.k), at::zeros_like(in.v),
@@ -80,10 +81,16 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
         const MeshScope scope(mesh);
         nn::Documents documents;
         if (starts.defined()) documents = {starts.to(test_device()), batch * length};
-        const Tokens tokens(mesh, batch, length, true, {}, documents);
+        const Tokens tokens(mesh, batch, length, true, cut, {}, documents);
         const auto part = [&](const at::Tensor& x) {
           const auto n = x.size(2) / mesh.size(tp);
           return tokens.my_span(x).narrow(2, mesh.coordinate(tp) * n, n);
+        };
+        // What a rank has, into the whole.
+        const auto put = [&](const at::Tensor& whole, const at::Tensor& mine) {
+          const auto n = whole.size(2) / mesh.size(tp);
+          whole.narrow(2, mesh.coordinate(tp) * n, n)
+              .index_copy_(1, nn::as_tensor(tokens.span_ranges(), at::kLong), mine.cpu());
         };
         const auto leaf = [&](const at::Tensor& x) {
           return x.clone().to(test_device()).requires_grad_(true);
@@ -102,8 +109,8 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
             part(at::arange(out.y.numel(), at::kDouble).reshape(out.y.sizes()).sin());
         backward(sum_all(y * assume<kHeads>(weights.to(test_device()))));
         const std::lock_guard lock(mutex);
-        part(out.y).copy_(local(y).detach());
-        part(out.dq).copy_(q.grad()), part(out.dk).copy_(k.grad()), part(out.dv).copy_(v.grad());
+        put(out.y, local(y).detach());
+        put(out.dq, q.grad()), put(out.dk, k.grad()), put(out.dv, v.grad());
         // A sink is used by every cp rank: its gradient is the sum.
         if (with_sinks)
           out.dsinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks).add_(sinks.grad().cpu());
@@ -164,6 +171,9 @@ std::string describe(const AttentionOptions& o, bool with_sinks) {
          (with_sinks ? ", sinks" : "");
 }
 
+const std::vector<SequenceCut> kCuts{SequenceCut::contiguous, SequenceCut::balanced};
+std::string describe(SequenceCut cut) { return cut == SequenceCut::balanced ? ", balanced" : ""; }
+
 const std::vector<MeshShape> kMeshes{{},        {.tp = 2},          {.cp = 2},
                                      {.cp = 3}, {.cp = 2, .tp = 2}, {.cp = 8}};
 
@@ -174,8 +184,9 @@ TEST(Attention, IsTheFormulaOnEveryMesh) {
     for (bool with_sinks : {false, true}) {
       const Outputs expected = by_formula(in, o, with_sinks);
       for (const auto& shape : kMeshes)
-        expect_equal(on_mesh(in, o, with_sinks, shape), expected,
-                     shape.describe() + ", " + describe(o, with_sinks));
+        for (const SequenceCut cut : kCuts)
+          expect_equal(on_mesh(in, o, with_sinks, shape, {}, cut), expected,
+                       shape.describe() + ", " + describe(o, with_sinks) + describe(cut));
     }
 }
 
@@ -188,8 +199,10 @@ TEST(Attention, StaysWithinDocumentsOnEveryMesh) {
     for (bool with_sinks : {false, true}) {
       const Outputs expected = by_formula(in, o, with_sinks, starts);
       for (const auto& shape : kMeshes)
-        expect_equal(on_mesh(in, o, with_sinks, shape, starts), expected,
-                     shape.describe() + ", documents, " + describe(o, with_sinks));
+        for (const SequenceCut cut : kCuts)
+          expect_equal(
+              on_mesh(in, o, with_sinks, shape, starts, cut), expected,
+              shape.describe() + ", documents, " + describe(o, with_sinks) + describe(cut));
     }
 }
 
@@ -202,22 +215,25 @@ TEST(Attention, StaysWithinLongDocuments) {
                                     {.scale = 0.4, .chunk = 33}}) {
     const Outputs expected = by_formula(in, o, true, starts);
     for (const MeshShape& shape : {MeshShape{}, {.cp = 2}})
-      expect_equal(on_mesh(in, o, true, shape, starts), expected,
-                   shape.describe() + ", " + describe(o, true));
+      for (const SequenceCut cut : kCuts)
+        expect_equal(on_mesh(in, o, true, shape, starts, cut), expected,
+                     shape.describe() + ", " + describe(o, true) + describe(cut));
   }
 }
 
 // Between cp ranks travels what the queries see: all of it, or the window, or the chunk. In bytes
 // that each of 4 ranks puts into messages of forward and of backward, keys and values together.
 TEST(Attention, SendsWhatQueriesSee) {
-  const auto sent = [](const AttentionOptions& o, int rank, bool in_backward, std::int64_t length) {
+  SequenceCut cut = SequenceCut::contiguous;
+  const auto sent = [&](const AttentionOptions& o, int rank, bool in_backward,
+                        std::int64_t length) {
     std::int64_t sum = 0;
     comm::launch(
         4,
         [&](comm::Group& world) {
           const Mesh mesh(world, {.cp = 4});
           const MeshScope scope(mesh);
-          const Tokens tokens(mesh, 2, length, true);
+          const Tokens tokens(mesh, 2, length, true, cut);
           const auto heads = [&] {
             return as_leaf(
                 assume<kHeads>(at::randn({2, tokens.span_length(), 3, 5},
@@ -256,6 +272,77 @@ TEST(Attention, SendsWhatQueriesSee) {
   EXPECT_EQ(of_all({.window = 16}, false), of_all({}, false)) << "all of it: one gather";
   EXPECT_EQ(of_all({.chunk = 16}, false), of_all({}, false));
   EXPECT_EQ(of_all({.window = 2}, false, 3), (Positions{1, 1, 0, 0})) << "none to whom has none";
+  // Ranks have 0, 1 and 14, 15; 2, 3 and 12, 13; and so on, to 6 to 9.
+  cut = SequenceCut::balanced;
+  EXPECT_EQ(of_all({}, false), (Positions{4, 4, 4, 4})) << "its own, to all";
+  EXPECT_EQ(of_all({}, true), (Positions{16, 16, 16, 16}));
+  EXPECT_EQ(of_all({.window = 2}, false), (Positions{1, 2, 2, 1})) << "before each of two ranges";
+  EXPECT_EQ(of_all({.window = 2}, true), (Positions{1, 2, 2, 1}));
+  EXPECT_EQ(of_all({.chunk = 2}, false), (Positions{0, 0, 0, 0}));
+  EXPECT_EQ(of_all({.chunk = 4}, false), (Positions{2, 2, 2, 2})) << "half a chunk, to its end";
+}
+
+// A rank's queries and the keys they see, one by one: what a kernel computes for it.
+TEST(Attention, OfABalancedCutIsAsMuchWorkOnEveryRank) {
+  const auto work = [](int num_cp, std::int64_t length, const AttentionOptions& o,
+                       SequenceCut cut) {
+    std::vector<double> all;
+    for (int c = 0; c < num_cp; ++c) {
+      double sum = 0;
+      const SequenceShard shard(1, length, num_cp, c, 1, cut);
+      for (std::int64_t i = 0; i < shard.length(); ++i) {
+        const std::int64_t position = position_at(shard.ranges(), i);
+        for (std::int64_t key = 0; key <= position; ++key) {
+          if (o.window > 0 && position - key >= o.window) continue;
+          if (o.chunk > 0 && position / o.chunk != key / o.chunk) continue;
+          ++sum;
+        }
+      }
+      all.push_back(sum);
+    }
+    return all;
+  };
+  const auto share = [](const std::vector<double>& all) {
+    double sum = 0;
+    for (const double x : all) sum += x;
+    return *std::ranges::max_element(all) * static_cast<double>(all.size()) / sum;
+  };
+  for (const int num_cp : {2, 3, 4, 8})
+    for (const std::int64_t length : {511, 600})
+      for (const AttentionOptions& o :
+           {AttentionOptions{}, {.window = 40}, {.chunk = 150}, {.window = 30, .chunk = 100}})
+        for (const SequenceCut cut : kCuts) {
+          const auto counted = work(num_cp, length, o, cut);
+          EXPECT_NEAR(nn::longest_share(o, length, num_cp, cut), share(counted), 1e-9)
+              << num_cp << ", " << length << describe(cut);
+          for (int c = 0; c < num_cp; ++c) {
+            double sum = 0;
+            for (const PositionRange& r : SequenceShard(1, length, num_cp, c, 1, cut).ranges())
+              sum += nn::num_visible(r, o);
+            EXPECT_EQ(sum, counted[static_cast<size_t>(c)]);
+          }
+          if (o.window == 0 && o.chunk == 0 && cut == SequenceCut::balanced) {
+            EXPECT_LT(share(counted), 1.05) << num_cp << ", " << length;
+          }
+        }
+  EXPECT_NEAR(nn::longest_share({}, 4096, 8, SequenceCut::contiguous), 15.0 / 8, 1e-3);
+  EXPECT_NEAR(nn::longest_share({}, 4096, 8, SequenceCut::balanced), 1, 1e-3);
+  EXPECT_EQ(nn::longest_share({}, 0, 2, SequenceCut::balanced), 1);
+}
+
+// A window or a chunk that a rank's piece has several of leaves nothing to gain.
+TEST(Attention, IsCutAsLayersWant) {
+  using Layers = std::vector<std::optional<AttentionOptions>>;
+  const AttentionOptions all{}, window{.window = 128}, chunk{.chunk = 1024},
+      long_chunk{.chunk = 8192};
+  EXPECT_EQ(nn::cheaper_cut(Layers{all}, 8192, 4), SequenceCut::balanced);
+  EXPECT_EQ(nn::cheaper_cut(Layers{window}, 8192, 4), SequenceCut::contiguous);
+  EXPECT_EQ(nn::cheaper_cut(Layers{chunk}, 8192, 4), SequenceCut::contiguous);
+  EXPECT_EQ(nn::cheaper_cut(Layers{long_chunk}, 8192, 4), SequenceCut::balanced);
+  EXPECT_EQ(nn::cheaper_cut(Layers{window, all}, 8192, 4), SequenceCut::balanced);
+  EXPECT_EQ(nn::cheaper_cut(Layers{chunk, chunk, chunk, all}, 8192, 4), SequenceCut::balanced);
+  EXPECT_EQ(nn::cheaper_cut(Layers{all}, 8192, 1), SequenceCut::contiguous);
+  EXPECT_EQ(nn::cheaper_cut(Layers{std::nullopt}, 8192, 4), SequenceCut::contiguous);
 }
 
 // The form for devices without a kernel of ours, here on any device; with all queries, and with
@@ -419,12 +506,12 @@ TEST(Attention, OfDocumentsReachesAsFarAsAChunk) {
   comm::launch(4, [](comm::Group& world) {
     const Mesh mesh(world, {.cp = 4});
     const MeshScope scope(mesh);
-    const Tokens tokens(mesh, 1, 16, true, {}, {starts_of({{5, 11}}), 16});
+    const Tokens tokens(mesh, 1, 16, true, SequenceCut::contiguous, {}, {starts_of({{5, 11}}), 16});
     const auto found = nn::seen_ranges(tokens, {.scale = 1, .window = 0, .chunk = 6});
     ASSERT_EQ(found.size(), 4U);
     for (std::int64_t r = 0; r < 4; ++r) {
-      EXPECT_EQ(found[static_cast<std::size_t>(r)].begin, std::max<std::int64_t>(0, 4 * r - 5));
-      EXPECT_EQ(found[static_cast<std::size_t>(r)].end, 4 * r + 4);
+      const PositionRanges expected{{std::max<std::int64_t>(0, 4 * r - 5), 4 * r + 4}};
+      EXPECT_EQ(found[static_cast<std::size_t>(r)], expected);
     }
   });
 }
@@ -437,7 +524,7 @@ TEST(Attention, TheFirstTokenOfADocumentIsNotRotated) {
   const auto x = assume<Dense{T, T, R}>(at::empty({1, 8, 4}, at::kDouble));
   for (const bool has_documents : {false, true}) {
     nn::RopeTables tables;
-    const Tokens tokens(mesh, 1, 8, true, {},
+    const Tokens tokens(mesh, 1, 8, true, SequenceCut::contiguous, {},
                         has_documents ? nn::Documents{starts_of({{3, 5}}), 8} : nn::Documents{});
     const auto table = nn::rope_of(tables, {.dim = 4}, tokens, x);
     const at::Tensor line =
@@ -463,6 +550,8 @@ TEST(Attention, CountsWhatAQuerySees) {
   EXPECT_EQ(nn::mean_visible(0, {}), 0);
   EXPECT_EQ(nn::mean_visible(4, {.window = 1}), 1);
   EXPECT_EQ(nn::mean_visible(4, {.chunk = 1}), 1);
+  EXPECT_EQ(nn::num_visible({2, 4}, {}), 3 + 4);
+  EXPECT_EQ(nn::num_visible({2, 7}, {.window = 2, .chunk = 3}), 2 + 1 + 2 + 2 + 1);
 }
 
 TEST(GroupedAttention, NamesHeadsThatTpDoesNotDivide) {

@@ -92,7 +92,7 @@ std::string complaint(const MeshShape& shape, bool has_documents) {
       [&](comm::Group& world) {
         const Mesh mesh(world, shape);
         const MeshScope scope(mesh);
-        const nn::Tokens tokens(mesh, kBatch, kLength, true, {},
+        const nn::Tokens tokens(mesh, kBatch, kLength, true, SequenceCut::contiguous, {},
                                 {has_documents ? starts_BL.to(test_device()) : at::Tensor(), 12});
         nn::DeltaNet layer = make();
         const auto x = as_leaf(assume<Dense{T, T, R}>(x_leaf.detach().clone().to(test_device())));

@@ -52,6 +52,15 @@ TEST(FlashAttention, TakesWindowsAndSinks) {
   EXPECT_TRUE(taken([](Case& c) { c.has_sinks = true; }));
   EXPECT_TRUE(taken([](Case& c) { c.width = c.value_width = 256; }));
   EXPECT_TRUE(taken([](Case& c) { c.config.chunk = kKeys; })) << "one chunk";
+  EXPECT_TRUE(taken([](Case& c) { c.value_width = 32; }));
+}
+
+// As the queries of a cp rank have them, which end where their keys end.
+TEST(FlashAttention, TakesQueriesBehindTheFirstKeys) {
+  EXPECT_TRUE(taken([](Case& c) { c.config.window = 0; }));
+  EXPECT_TRUE(taken([](Case& c) { c.config.window = kKeys; })) << "a window that hides nothing";
+  EXPECT_TRUE(taken([](Case& c) { c.config.window = 0, c.value_width = 32; }));
+  EXPECT_FALSE(taken([](Case& c) { c.config.window = 0, c.config.start -= 1; }));
 }
 
 TEST(FlashAttention, TakesDocuments) {
@@ -68,13 +77,14 @@ TEST(FlashAttention, TakesDocuments) {
 
 // Each for only one reason.
 TEST(FlashAttention, LeavesTheRestToOtherKernels) {
-  EXPECT_FALSE(taken([](Case& c) { c.config.window = 0; })) << "plain attention";
-  EXPECT_FALSE(taken([](Case& c) { c.config.window = kKeys; })) << "a window that hides nothing";
+  const auto all = [](Case& c) { c.queries = kKeys, c.config.start = 0; };
+  EXPECT_FALSE(taken([&](Case& c) { all(c), c.config.window = 0; })) << "plain attention";
+  EXPECT_FALSE(taken([&](Case& c) { all(c), c.config.window = kKeys; })) << "it hides nothing";
   EXPECT_FALSE(taken([](Case& c) { c.config.chunk = 1; }));
   EXPECT_FALSE(taken([](Case& c) { c.config.chunk = kKeys - 1; }));
   EXPECT_FALSE(taken([](Case& c) { c.config.start -= 1; })) << "keys after the last query";
   EXPECT_FALSE(taken([](Case& c) { c.queries = 0, c.config.start = kKeys; }));
-  EXPECT_FALSE(taken([](Case& c) { c.value_width = 32; }));
+  EXPECT_FALSE(taken([](Case& c) { c.value_width = 72; }));
   EXPECT_FALSE(taken([](Case& c) { c.width = c.value_width = 60; }));
   EXPECT_FALSE(taken([](Case& c) { c.width = c.value_width = 264; }));
   EXPECT_FALSE(taken([](Case& c) { c.dtype = at::kFloat; }));
@@ -144,8 +154,7 @@ TEST(FlashAttention, CountsTheRoomOfDocumentsInBackward) {
   const std::int64_t of_queries = kFlashBatch * kQueries * kFlashHeads * kWidth,
                      of_keys = kFlashBatch * kKeys * kGroups * kWidth,
                      room = 128 * (kDocuments + kFlashBatch) * kFlashHeads * kWidth;
-  // The gradients, that of the result twice: its width may be a part of the kernel's.
-  EXPECT_EQ(memory.peak() - before, 2 * (2 * of_queries + 2 * of_keys) + 4 * (of_queries + room) +
+  EXPECT_EQ(memory.peak() - before, 2 * (of_queries + 2 * of_keys) + 4 * (of_queries + room) +
                                         2 * 2 * of_keys * kFlashHeads / kGroups);
 }
 

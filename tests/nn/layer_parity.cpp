@@ -95,7 +95,7 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingR
   const auto whole = [](const at::Tensor& t) { return t; };
   const auto of_rank = [&](const at::Tensor& t) { return mine(t, c, mesh); };
   std::vector<RankTensor> tensors;
-  const TokenOrigin origin{mesh.coordinate(dp) * c.batch, shard_of(c, mesh).start()};
+  const TokenOrigin origin{mesh.coordinate(dp) * c.batch, shard_of(c, mesh).ranges()};
   tensors.push_back({"counts", nn::statistics(route).counts_E, whole, /*exact=*/true});
   tensors.push_back({"output", y, of_rank, false, origin});
   // A sum of outputs with random weights of size one is of the size of the output, also where it

@@ -131,12 +131,15 @@ TEST(Layouts, TheBestWordIsThatOfTheWholeVocabulary) {
 TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
   constexpr std::int64_t B = 2, L = 5;
   for (const auto& shape : kMeshes)
-    for (bool sp : {true, false}) {
+    for (const auto& [sp, cut] : {std::pair{true, SequenceCut::contiguous},
+                                  {true, SequenceCut::balanced},
+                                  {false, SequenceCut::contiguous},
+                                  {false, SequenceCut::balanced}}) {
       const std::int64_t S = B * shape.dp_shard;
       const at::Tensor number = at::arange(S * L).reshape({S, L, 1}).to(test_device());
       on_mesh(shape, [&](const Mesh& mesh) {
         const at::Tensor mine = number.narrow(0, mesh.coordinate(dp) * B, B);
-        const Tokens tokens(mesh, B, L, sp, mine.squeeze(2).remainder(3).ne(1));
+        const Tokens tokens(mesh, B, L, sp, cut, mine.squeeze(2).remainder(3).ne(1));
         const at::Tensor ids = tokens.global_ids(test_device()).unsqueeze(1);
         const auto whole = assume<Dense{T, R, R}>(mine);
         EXPECT_EQ(layout_complaint(mesh, whole, {0, 0, 0}, number), "") << shape.describe();
@@ -152,6 +155,7 @@ TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
 // Documents are those of the whole sequence on every cp and tp rank, and a span has its part.
 TEST(Layouts, ASpanHasTheDocumentsOfItsTokens) {
   constexpr std::int64_t B = 2, L = 5;
+  const auto balanced = SequenceCut::balanced;
   for (const auto& shape : kMeshes) {
     const std::int64_t S = B * shape.dp_shard;
     const at::Tensor position = at::arange(L).expand({S, L}),
@@ -160,14 +164,14 @@ TEST(Layouts, ASpanHasTheDocumentsOfItsTokens) {
       const auto mine = [&](const at::Tensor& x) {
         return x.narrow(0, mesh.coordinate(dp) * B, B).to(test_device());
       };
-      const Tokens tokens(mesh, B, L, true, {}, {mine(starts), 7});
+      const Tokens tokens(mesh, B, L, true, balanced, {}, {mine(starts), 7});
       ASSERT_TRUE(tokens.has_documents());
       EXPECT_EQ(tokens.most_documents(), 7);
       EXPECT_TRUE(at::equal(local(tokens.document_starts()), tokens.my_span(mine(starts))));
       EXPECT_TRUE(
           at::equal(local(tokens.document_positions()), tokens.my_span(mine(position - starts))));
       const auto wrong = [&](const at::Tensor& x) {
-        return error_of([&] { Tokens(mesh, B, L, true, {}, {x, 7}); }, ErrorKind::config);
+        return error_of([&] { Tokens(mesh, B, L, true, balanced, {}, {x, 7}); }, ErrorKind::config);
       };
       expect_parts(wrong(mine(starts).to(at::kInt)), {"documents begin", "Int", "Long [2, 5]"});
       expect_parts(wrong(mine(starts).narrow(1, 0, 4)), {"[2, 4]", "Long [2, 5]"});

@@ -35,7 +35,7 @@ at::Tensor largest_by_formula(const at::Tensor& q, const at::Tensor& k, const At
 // Two passes, of the first sequence and of the others, on ranks that split sequence and heads.
 at::Tensor largest_on_mesh(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& o,
                            const at::Tensor& starts, const MeshShape& shape,
-                           std::int64_t most_scores) {
+                           std::int64_t most_scores, SequenceCut cut) {
   at::Tensor largest = at::full({q.size(2)}, -INFINITY, q.options());
   std::mutex mutex;
   comm::launch(shape.num_ranks(), [&](comm::Group& world) {
@@ -45,7 +45,7 @@ at::Tensor largest_on_mesh(const at::Tensor& q, const at::Tensor& k, const Atten
     for (const auto& [first, count] : {std::pair<std::int64_t, std::int64_t>{0, 1},
                                        std::pair<std::int64_t, std::int64_t>{1, q.size(0) - 1}}) {
       const at::Tensor of_pass = starts.narrow(0, first, count);
-      const nn::Tokens tokens(mesh, count, q.size(1), true, {},
+      const nn::Tokens tokens(mesh, count, q.size(1), true, cut, {},
                               nn::Documents{of_pass, count * q.size(1)});
       const auto mine = [&](const at::Tensor& x) {
         const auto heads = x.size(2) / mesh.size(tp);
@@ -78,10 +78,11 @@ TEST(MaxLogits, AreThoseOfTheFormula) {
         for (const MeshShape& shape :
              {MeshShape{}, MeshShape{.cp = 2}, MeshShape{.tp = 2}, MeshShape{.cp = 3, .tp = 2}})
           for (const std::int64_t most_scores : {1, 300, 1 << 20})
-            EXPECT_TRUE(at::allclose(largest_on_mesh(q, k, o, starts, shape, most_scores), wanted,
-                                     1e-12, 0))
-                << shape.describe() << ", " << length << " tokens, " << groups << " groups, "
-                << most_scores << " scores at a time";
+            for (const SequenceCut cut : {SequenceCut::contiguous, SequenceCut::balanced})
+              EXPECT_TRUE(at::allclose(largest_on_mesh(q, k, o, starts, shape, most_scores, cut),
+                                       wanted, 1e-12, 0))
+                  << shape.describe() << ", " << length << " tokens, " << groups << " groups, "
+                  << most_scores << " scores at a time";
       }
 }
 

@@ -75,6 +75,9 @@ verify::VerifyCase step_case(const MeshShape& mesh, const config::Settings& more
   return {config::merged(settings), 1};
 }
 
+const config::Setting kBalancedCut{
+    "parallelism.context_parallel_cut", std::string("balanced"), {"test"}};
+
 const mutants::Provide step("step", [](Settings& settings) -> Check {
   const MeshShape mesh = settings.take_mesh();
   config::Settings more{{"training.max_norm", 0.01, {"test"}}};
@@ -91,6 +94,7 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"kernels.weight_copies", true, {"test"}});
     more.push_back({"optimizer.lr", 0.003, {"test"}});  // an old copy shows in the loss
   }
+  if (settings.take("balanced") != 0) more.push_back(kBalancedCut);
   if (settings.take("overlap") != 0)
     more.push_back({"parallelism.overlap_experts", true, {"test"}});
   if (settings.take("selective") != 0)
@@ -179,7 +183,9 @@ const mutants::Provide cuts("cuts", [](Settings& settings) -> Check {
 // The same of a model whose attention has a window.
 const mutants::Provide windowed_step("windowed_step", [](Settings& settings) -> Check {
   const MeshShape mesh = settings.take_mesh();
-  const auto c = step_case(mesh, {{"model.name", std::string("gpt_oss"), {"test"}}});
+  config::Settings more{{"model.name", std::string("gpt_oss"), {"test"}}};
+  if (settings.take("balanced") != 0) more.push_back(kBalancedCut);
+  const auto c = step_case(mesh, more);
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
   return [=] { return first_of(verify::verify(c, *reference), mesh); };
 });

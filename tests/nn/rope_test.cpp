@@ -38,7 +38,7 @@ TEST(Rope, IsTheProductWithAComplexNumber) {
   const at::Tensor x = at::randn({2, 5, 3, 6}, at::kDouble);
   for (bool interleaved : {false, true})
     for (std::int64_t start : {0, 4}) {
-      const auto table = nn::rope_table(c, start, 5, at::kDouble, at::kCPU);
+      const auto table = nn::rope_table(c, {{start, start + 5}}, at::kDouble, at::kCPU);
       EXPECT_TRUE(at::allclose(nn::rotate(x, table.last_features(interleaved)),
                                turned(x, c, start, interleaved), 1e-12, 1e-12));
     }
@@ -49,7 +49,8 @@ TEST(Rope, ScoresDependOnTheDistanceAlone) {
   const at::Tensor q = at::randn({1, 1, 1, 8}, at::kDouble),
                    k = at::randn({1, 1, 1, 8}, at::kDouble);
   const auto at_position = [&](const at::Tensor& x, std::int64_t p) {
-    return nn::rotate(x, nn::rope_table(c, p, 1, at::kDouble, at::kCPU).last_features(true));
+    return nn::rotate(x,
+                      nn::rope_table(c, {{p, p + 1}}, at::kDouble, at::kCPU).last_features(true));
   };
   const auto score = [&](std::int64_t p, std::int64_t r) {
     return (at_position(q, p) * at_position(k, r)).sum().item<double>();
@@ -72,7 +73,7 @@ TEST(Rope, YarnKeepsFastWavesAndStretchesSlowOnes) {
 TEST(Rope, YarnGrowsCosineAndSine) {
   RopeConfig c{.dim = 64, .theta = 150000, .factor = 32, .truncate = false};
   const auto first = [&] {
-    return nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>();
+    return nn::rope_table(c, {{0, 1}}, at::kDouble, at::kCPU).cos[0][0].item<double>();
   };  // cos 0
   EXPECT_NEAR(first(), 1.3466, 1e-4);  // GPT-OSS
   EXPECT_EQ(c.attention_factor(), 1);
@@ -83,7 +84,7 @@ TEST(Rope, YarnGrowsCosineAndSine) {
   c.mscale = 0.7, c.mscale_all_dim = 0.5;
   EXPECT_NEAR(c.attention_factor(), std::pow(grown(0.5), 2), 1e-12);
   EXPECT_NEAR(first(), grown(0.7) / grown(0.5), 1e-12);
-  const auto second = nn::rope_table(c, 1, 1, at::kDouble, at::kCPU);  // angle 1
+  const auto second = nn::rope_table(c, {{1, 2}}, at::kDouble, at::kCPU);  // angle 1
   EXPECT_NEAR(second.cos[0][0].item<double>(), std::cos(1) * grown(0.7) / grown(0.5), 1e-12);
   EXPECT_NEAR(second.sin[0][0].item<double>(), std::sin(1) * grown(0.7) / grown(0.5), 1e-12);
   c.mscale_all_dim = 0;  // one of the two says nothing without the other
@@ -107,7 +108,7 @@ TEST(Rope, Llama3StretchesByWaveLength) {
                                                    : (1 - smooth) * f / 8 + smooth * f;
       EXPECT_NEAR(frequency(c, i), expected, 1e-15) << i << " with " << low << ", " << high;
     }
-    EXPECT_EQ(nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
+    EXPECT_EQ(nn::rope_table(c, {{0, 1}}, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
   }
 }
 
@@ -170,7 +171,7 @@ TEST(Rope, AFactorOfOneStretchesNothing) {
                        .magnitude = 1.5};
     for (std::int64_t i = 0; i < 64; ++i)
       EXPECT_EQ(frequency(c, i), std::pow(1e4, -2.0 * static_cast<double>(i) / 128)) << i;
-    EXPECT_EQ(nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
+    EXPECT_EQ(nn::rope_table(c, {{0, 1}}, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
     EXPECT_EQ(c.attention_factor(), 1);
   }
 }
@@ -183,7 +184,7 @@ TEST(Rope, LinearStretchesAll) {
 
 TEST(Rope, LeavesTheFirstFeaturesAndHasTheTransposedMatrixAsItsGradient) {
   const RopeConfig c{.dim = 4, .theta = 100};
-  const auto table = nn::rope_table(c, 3, 5, at::kDouble, at::kCPU);
+  const auto table = nn::rope_table(c, {{3, 8}}, at::kDouble, at::kCPU);
   const at::Tensor x = at::randn({2, 5, 3, 7}, at::kDouble).requires_grad_(true),
                    dy = at::randn({2, 5, 3, 7}, at::kDouble);
   for (bool interleaved : {false, true}) {
@@ -197,6 +198,18 @@ TEST(Rope, LeavesTheFirstFeaturesAndHasTheTransposedMatrixAsItsGradient) {
   }
 }
 
+TEST(Rope, HasALineForEachPositionOfTwoRanges) {
+  const RopeConfig c{.dim = 8};
+  const auto both = nn::rope_table(c, {{2, 4}, {9, 12}}, at::kDouble, at::kCPU),
+             all = nn::rope_table(c, {{0, 12}}, at::kDouble, at::kCPU);
+  const at::Tensor positions = at::tensor({2, 3, 9, 10, 11}, at::kLong);
+  EXPECT_TRUE(at::equal(both.cos, all.cos.index_select(0, positions)));
+  EXPECT_TRUE(at::equal(both.sin, all.sin.index_select(0, positions)));
+  nn::RopeTables tables;
+  EXPECT_TRUE(at::equal(tables.at(c, {{2, 4}, {9, 12}}, at::kDouble, at::kCPU).cos, both.cos));
+  EXPECT_FALSE(at::equal(tables.at(c, {{2, 7}}, at::kDouble, at::kCPU).cos, both.cos));
+}
+
 TEST(Rope, MakesTheTableOfAModelOnce) {
   nn::RopeTables tables;
   const RopeConfig c{.dim = 8};
@@ -204,10 +217,10 @@ TEST(Rope, MakesTheTableOfAModelOnce) {
   other.theta = 500;
   const auto at = [&](const RopeConfig& config, std::int64_t start, std::int64_t length,
                       at::ScalarType dtype = at::kFloat) {
-    return tables.at(config, start, length, dtype, at::kCPU);
+    return tables.at(config, {{start, start + length}}, dtype, at::kCPU);
   };
   const auto first = at(c, 2, 5);
-  EXPECT_TRUE(at::equal(first.cos, nn::rope_table(c, 2, 5, at::kFloat, at::kCPU).cos));
+  EXPECT_TRUE(at::equal(first.cos, nn::rope_table(c, {{2, 7}}, at::kFloat, at::kCPU).cos));
   EXPECT_TRUE(at(c, 2, 5).cos.is_same(first.cos));
   EXPECT_TRUE(at(c, 2, 5, at::kBFloat16).sin.is_same(first.sin));  // both compute in float32
   EXPECT_EQ(at(c, 2, 5, at::kDouble).cos.scalar_type(), at::kDouble);
@@ -248,12 +261,12 @@ TEST(Rope, YarnWithOneBoundIsAStep) {
 TEST(Rope, AMagnitudeThatIsGivenCounts) {
   const RopeConfig c{
       .dim = 4, .theta = 100, .factor = 4, .scaling = RopeScaling::yarn, .magnitude = 1.5};
-  const auto table = nn::rope_table(c, 0, 3, at::kDouble, at::kCPU);
+  const auto table = nn::rope_table(c, {{0, 3}}, at::kDouble, at::kCPU);
   EXPECT_NEAR(table.cos[0][0].item<double>(), 1.5, 1e-15);
 }
 
 TEST(Rope, HasItsShapeWithoutNumbers) {
-  const auto table = nn::rope_table({.dim = 6}, 2, 5, at::kFloat, at::kMeta);
+  const auto table = nn::rope_table({.dim = 6}, {{2, 7}}, at::kFloat, at::kMeta);
   EXPECT_EQ(table.cos.sizes(), (at::IntArrayRef{5, 3}));
   EXPECT_EQ(table.sin.sizes(), (at::IntArrayRef{5, 3}));
 }

@@ -267,7 +267,8 @@ TEST(Router, TokensThatDoNotCount) {
     Router router = identity_router({.num_experts = 4, .top_k = 2});
     const at::Tensor logits = random_rows(5, 4);
     const at::Tensor valid = at::tensor({1, 0, 1, 1, 0}, at::kLong).to(test_device()).to(at::kBool);
-    const Tokens all_tokens(mesh, 1, 5, true, valid.unsqueeze(0)), kept_tokens(mesh, 1, 3, true);
+    const Tokens all_tokens(mesh, 1, 5, true, SequenceCut::contiguous, valid.unsqueeze(0)),
+        kept_tokens(mesh, 1, 3, true);
     const Route some = router.choose(assume<Dense{T, T, T}>(logits), all_tokens, {});
     const Route kept = route_of(router, logits.index({valid}), mesh);
     EXPECT_TRUE(at::equal(local(some.counts_E), local(kept.counts_E)));
@@ -280,7 +281,8 @@ TEST(Router, TokensThatDoNotCount) {
       same(balance_loss(some, config, all_tokens, n, over),
            balance_loss(kept, config, kept_tokens, n, over));
     same(z_loss(some, n), z_loss(kept, n));
-    const Tokens none(mesh, 1, 5, true, at::zeros_like(valid).unsqueeze(0));
+    const Tokens none(mesh, 1, 5, true, SequenceCut::contiguous,
+                      at::zeros_like(valid).unsqueeze(0));
     const auto idle = statistics(router.choose(assume<Dense{T, T, T}>(logits), none, {}));
     EXPECT_EQ(idle.num_idle, 4);
     EXPECT_EQ(idle.entropy, 0);
@@ -407,7 +409,7 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
                 const auto mine = [&](const at::Tensor& t) {
                   return t.narrow(0, mesh.coordinate(dp) * B, B).to(test_device());
                 };
-                const Tokens tokens(mesh, B, L, sp, mine(valid));
+                const Tokens tokens(mesh, B, L, sp, SequenceCut::balanced, mine(valid));
                 const auto own = [&](const at::Tensor& t) {
                   return tokens.own(assume<Dense{T, R, R}>(mine(t)));
                 };

@@ -1,5 +1,6 @@
 // Which tokens each rank has, counted one by one: B sequences of L positions on every dp rank, the
-// positions in pieces of ceil(L / (cp tp)).
+// positions in pieces of ceil(L / (cp tp)); or, in a balanced cut, in pieces of ceil(L / (2 cp)),
+// of which a cp rank has two, and these in pieces over tp.
 
 #include "moesh/nn/tokens.h"
 
@@ -20,6 +21,7 @@ struct CutCase {
   MeshShape shape;
   std::int64_t batch, sequence;
   bool sequence_parallel;
+  SequenceCut cut;
 };
 
 // A rank's place, with the last axis fastest.
@@ -30,26 +32,37 @@ PlaceOf place_of(const MeshShape& s, int rank) {
   return {rank / (s.cp * s.tp), rank / s.tp % s.cp, rank % s.tp};
 }
 
-std::int64_t cut(const CutCase& c, std::int64_t piece) {  // where a piece of the sequence begins
-  const std::int64_t pieces = c.shape.cp * c.shape.tp;
-  return std::min(piece * ((c.sequence + pieces - 1) / pieces), c.sequence);
-}
+std::int64_t pieces_of(std::int64_t total, std::int64_t num) { return (total + num - 1) / num; }
 
-// The positions of a cp rank, and of one tp rank of it.
-std::pair<std::int64_t, std::int64_t> span(const CutCase& c, std::int64_t cp) {
-  return {cut(c, cp * c.shape.tp), cut(c, (cp + 1) * c.shape.tp)};
+// The positions of a cp rank, in its order, and those of one tp rank of it.
+Numbers span(const CutCase& c, std::int64_t cp) {
+  Numbers held;
+  const bool is_balanced = c.cut == SequenceCut::balanced;
+  const std::int64_t num = is_balanced ? 2 * c.shape.cp : c.shape.cp * c.shape.tp;
+  for (std::int64_t position = 0; position < c.sequence; ++position) {
+    const std::int64_t piece = position / pieces_of(c.sequence, num);
+    const bool is_mine =
+        is_balanced ? piece == cp || piece == num - 1 - cp : piece / c.shape.tp == cp;
+    if (is_mine) held.push_back(position);
+  }
+  return held;
 }
-std::pair<std::int64_t, std::int64_t> piece(const CutCase& c, std::int64_t cp, std::int64_t tp) {
-  return {cut(c, cp * c.shape.tp + tp), cut(c, cp * c.shape.tp + tp + 1)};
+Numbers piece(const CutCase& c, std::int64_t cp, std::int64_t tp) {
+  const Numbers of_cp = span(c, cp);
+  const auto n = static_cast<std::int64_t>(of_cp.size());
+  const std::int64_t stride = c.cut == SequenceCut::balanced
+                                  ? pieces_of(n, c.shape.tp)
+                                  : pieces_of(c.sequence, c.shape.cp * c.shape.tp);
+  return Numbers(of_cp.begin() + std::min(tp * stride, n),
+                 of_cp.begin() + std::min((tp + 1) * stride, n));
 }
 
 // The global numbers of a rank's tokens, in the order in which it has them.
 Numbers expected_ids(const CutCase& c, int rank) {
   const auto [dp, cp, tp] = place_of(c.shape, rank);
-  const auto [begin, end] = c.sequence_parallel ? piece(c, cp, tp) : span(c, cp);
   Numbers held;
   for (std::int64_t b = 0; b < c.batch; ++b)
-    for (std::int64_t position = begin; position < end; ++position)
+    for (const std::int64_t position : c.sequence_parallel ? piece(c, cp, tp) : span(c, cp))
       held.push_back((dp * c.batch + b) * c.sequence + position);
   if (c.sequence_parallel) return held;
   const auto n = static_cast<std::int64_t>(held.size());
@@ -58,39 +71,58 @@ Numbers expected_ids(const CutCase& c, int rank) {
                  held.begin() + std::min((tp + 1) * share, n));
 }
 
-Numbers numbers(const at::Tensor& t) {
+Numbers numbers(const at::Tensor& x) {
+  const at::Tensor t = x.contiguous();
   return Numbers(t.data_ptr<std::int64_t>(), t.data_ptr<std::int64_t>() + t.numel());
 }
 
+std::int64_t size(const Numbers& numbers) { return static_cast<std::int64_t>(numbers.size()); }
+
 void expect_cuts(const CutCase& c, const nn::Tokens& tokens, const Mesh& mesh, int rank) {
   const auto [dp, cp, tp] = place_of(c.shape, rank);
-  Numbers spans, pieces, rows;
-  for (std::int64_t i = 0; i < c.shape.cp; ++i)
-    spans.push_back(span(c, i).second - span(c, i).first);
+  Numbers spans, pieces, rows, one_by_one, gathered;
+  for (std::int64_t i = 0; i < c.shape.cp; ++i) {
+    const Numbers other = span(c, i);
+    spans.push_back(size(other));
+    one_by_one.insert(one_by_one.end(), other.begin(), other.end());
+  }
   for (std::int64_t i = 0; i < c.shape.tp; ++i) {
-    pieces.push_back(piece(c, cp, i).second - piece(c, cp, i).first);
-    const auto other = static_cast<int>(rank - tp + i);
-    rows.push_back(static_cast<std::int64_t>(expected_ids(c, other).size()));
+    pieces.push_back(size(piece(c, cp, i)));
+    const Numbers others = expected_ids(c, static_cast<int>(rank - tp + i));
+    rows.push_back(size(others));
+    for (const std::int64_t id : others) gathered.push_back(id - dp * c.batch * c.sequence);
   }
   EXPECT_EQ(tokens.over_cp().sizes, spans);
   EXPECT_EQ(tokens.over_cp().dim, 1);
   EXPECT_EQ(tokens.over_tp().sizes, pieces);
   EXPECT_EQ(tokens.over_tp().dim, 1);
   EXPECT_EQ(tokens.rows(*mesh.group(Axes::tp)), rows);
-  const auto [begin, end] = c.sequence_parallel ? piece(c, cp, tp) : span(c, cp);
-  EXPECT_EQ(tokens.length(), end - begin);
-  EXPECT_EQ(tokens.mine_start(), begin);
-  EXPECT_EQ(tokens.span_start(), span(c, cp).first);
+  const Numbers mine = c.sequence_parallel ? piece(c, cp, tp) : span(c, cp);
+  EXPECT_EQ(tokens.length(), size(mine));
   EXPECT_EQ(tokens.span_length(), spans[static_cast<size_t>(cp)]);
   const at::Tensor positions = at::arange(c.sequence, at::kLong).expand({2, c.sequence});
-  EXPECT_TRUE(at::equal(tokens.mine(positions), positions.slice(1, begin, end)));
-  EXPECT_TRUE(at::equal(tokens.my_span(positions),
-                        positions.slice(1, span(c, cp).first, span(c, cp).second)));
+  const auto rows_of = [](const Numbers& of) { return at::tensor(of, at::kLong).expand({2, -1}); };
+  EXPECT_TRUE(at::equal(tokens.mine(positions), rows_of(mine)));
+  EXPECT_TRUE(at::equal(tokens.my_span(positions), rows_of(span(c, cp))));
+  EXPECT_TRUE(at::equal(tokens.by_span(positions), rows_of(one_by_one)));
+  EXPECT_TRUE(at::equal(tokens.by_position(tokens.by_span(positions)), positions));
+  EXPECT_EQ(numbers(nn::as_tensor(tokens.mine_ranges(), at::kLong)), mine);
+  EXPECT_EQ(numbers(nn::as_tensor(tokens.span_ranges(), at::kLong)), span(c, cp));
+  // Samples 5, 6 and so on, after 2 tokens that were seen before.
+  const nn::Tokens later(mesh, c.batch, c.sequence, c.sequence_parallel, c.cut, {}, {}, 2,
+                         at::arange(5, 5 + c.batch, at::kLong));
+  for (std::int64_t& id : gathered) id += 5 * c.sequence;
+  EXPECT_EQ(numbers(later.gathered_numbers()), gathered);
+  EXPECT_TRUE(at::equal(later.span_numbers(),
+                        at::arange(5, 5 + c.batch, at::kLong).unsqueeze(1) * c.sequence +
+                            at::tensor(span(c, cp), at::kLong)));
+  EXPECT_TRUE(at::equal(nn::as_tensor(later.positions(), at::kLong),
+                        at::tensor(span(c, cp), at::kLong) + 2));
 }
 
 // What one rank says of its tokens; returns their numbers.
 Numbers expect_tokens(const CutCase& c, const Mesh& mesh, int rank) {
-  const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
+  const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel, c.cut);
   const Numbers ids = numbers(tokens.global_ids());
   EXPECT_EQ(ids, expected_ids(c, rank));
   EXPECT_EQ(tokens.num_local(), static_cast<std::int64_t>(ids.size()));
@@ -114,19 +146,22 @@ TEST(Tokens, EveryTokenHasOneOwnerAndItsOwnNumber) {
       meshes.push_back(std::make_unique<Mesh>(shape, rank, comm::fake_group));
     for (std::int64_t batch : {1, 3})
       for (std::int64_t sequence : {1, 7, 16})
-        for (bool sequence_parallel : {true, false}) {
-          const CutCase c{shape, batch, sequence, sequence_parallel};
-          SCOPED_TRACE(testing::Message() << shape.describe() << ", batch " << batch << ", length "
-                                          << sequence << ", sp " << sequence_parallel);
-          Numbers all;
-          for (int rank = 0; rank < shape.num_ranks(); ++rank)
-            for (auto id : expect_tokens(c, *meshes[static_cast<size_t>(rank)], rank))
-              all.push_back(id);
-          std::ranges::sort(all);
-          ASSERT_EQ(all.size(),
-                    static_cast<size_t>(shape.dp_replicate * shape.dp_shard * batch * sequence));
-          for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], static_cast<std::int64_t>(i));
-        }
+        for (bool sequence_parallel : {true, false})
+          for (SequenceCut cut : {SequenceCut::contiguous, SequenceCut::balanced}) {
+            const CutCase c{shape, batch, sequence, sequence_parallel, cut};
+            SCOPED_TRACE(testing::Message()
+                         << shape.describe() << ", batch " << batch << ", length " << sequence
+                         << ", sp " << sequence_parallel
+                         << (cut == SequenceCut::balanced ? ", balanced" : ""));
+            Numbers all;
+            for (int rank = 0; rank < shape.num_ranks(); ++rank)
+              for (auto id : expect_tokens(c, *meshes[static_cast<size_t>(rank)], rank))
+                all.push_back(id);
+            std::ranges::sort(all);
+            ASSERT_EQ(all.size(),
+                      static_cast<size_t>(shape.dp_replicate * shape.dp_shard * batch * sequence));
+            for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], static_cast<std::int64_t>(i));
+          }
   }
 }
 

@@ -167,7 +167,8 @@ TEST(Started, WhatIsBetweenInForwardIsBetweenInBackward) {
   on_mesh({.cp = 2}, [](comm::Group&) {
     const auto piece = as_leaf(assume<Dense{T, T, F}>(random_rows({2, 2})));
     expect_between(piece, "cp", false, [](const auto& x) {
-      return start_gather_ranges<cp>(x, {.dim = 0, .sizes = {2, 2}}, {{0, 3}, {1, 4}});
+      return start_gather_ranges<cp>(
+          x, {.dim = 0, .held = {{{0, 2}}, {{2, 4}}}, .asked = {{{0, 3}}, {{1, 4}}}});
     });
   });
 }

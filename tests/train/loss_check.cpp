@@ -39,9 +39,8 @@ class Recorder final : public nn::Probe {
   bool wants_logits() const override { return true; }
   void on_logits(const at::Tensor& logits_BLV) override {
     const Pieces words{kVocab, mesh_.size(tp)};
-    seen_[num_forward_++]
-        .logits_SLV.narrow(0, mesh_.coordinate(dp) * kBatch, kBatch)
-        .narrow(1, tokens_.span_start(), tokens_.span_length())
+    tokens_
+        .my_span(seen_[num_forward_++].logits_SLV.narrow(0, mesh_.coordinate(dp) * kBatch, kBatch))
         .narrow(2, words.start(mesh_.coordinate(tp)), words.length(mesh_.coordinate(tp)))
         .copy_(logits_BLV.detach().cpu());
   }

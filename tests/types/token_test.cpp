@@ -170,6 +170,93 @@ TEST(SequenceShard, WideShardsAreBlocksOfPieces) {
     });
 }
 
+// The i-th piece from the beginning and the i-th from the end, of 2 cp pieces; written out: the
+// piece of a position, and from that its rank.
+std::int64_t balanced_owner(std::int64_t L, std::int64_t cp, std::int64_t position) {
+  const std::int64_t piece = position / padded_stride(L, 2 * cp);
+  return piece < cp ? piece : 2 * cp - 1 - piece;
+}
+
+// Every token has one place on one rank, also among the tp ranks of a cp rank, and the way there
+// and back is the same; local order is global order within a sequence.
+TEST(SequenceShard, OfABalancedCutIsABijection) {
+  for (std::int64_t B = 1; B <= 3; ++B)
+    for (std::int64_t L = 0; L <= 40; ++L)
+      for (std::int64_t cp = 1; cp <= 4; ++cp)
+        for (std::int64_t tp = 1; tp <= 3; ++tp) {
+          SCOPED_TRACE(::testing::Message()
+                       << "B " << B << ", L " << L << ", cp " << cp << ", tp " << tp);
+          std::vector<int> spans(static_cast<std::size_t>(B * L)), shards = spans;
+          for (std::int64_t c = 0; c < cp; ++c) {
+            const SequenceShard span(B, L, cp, c, tp, SequenceCut::balanced);
+            ASSERT_TRUE(span.ranges().size() == 1 || span.ranges().size() == 2);
+            std::vector<std::int64_t> expected, together;
+            for (std::int64_t position = 0; position < L; ++position)
+              if (balanced_owner(L, cp, position) == c) expected.push_back(position);
+            ASSERT_EQ(span.length(), static_cast<std::int64_t>(expected.size()));
+            for (std::int64_t i = 0; i < span.num_local(); ++i) {
+              const GlobalToken t = span.global({i});
+              ASSERT_EQ(t.value,
+                        i / span.length() * L + expected[static_cast<size_t>(i % span.length())]);
+              ASSERT_EQ(span.owner(t), c);
+              ASSERT_EQ(span.local(t), LocalToken{i});
+              ++spans[static_cast<std::size_t>(t.value)];
+            }
+            for (std::int64_t piece = 0; piece < tp; ++piece) {
+              const SequenceShard shard = span.piece(piece);
+              ASSERT_EQ(shard.length(), true_length(span.length(), tp, piece));
+              ASSERT_TRUE(shard.ranges().size() == 1 || shard.ranges().size() == 2);
+              for (std::int64_t i = 0; i < shard.num_local(); ++i) {
+                const GlobalToken t = shard.global({i});
+                ASSERT_EQ(shard.local(t), LocalToken{i});
+                ++shards[static_cast<std::size_t>(t.value)];
+                if (i < shard.length()) together.push_back(t.value);
+              }
+            }
+            ASSERT_EQ(together, expected) << "pieces lie side by side in the order of the span";
+          }
+          for (int count : spans) ASSERT_EQ(count, 1);
+          for (int count : shards) ASSERT_EQ(count, 1);
+        }
+}
+
+// What Tokens takes for a tp rank is what the cut over cp x tp gives it.
+TEST(SequenceShard, PiecesOfAContiguousSpanAreThoseOfTheWholeCut) {
+  for (std::int64_t cp = 1; cp <= 4; ++cp)
+    for (std::int64_t tp = 1; tp <= 3; ++tp)
+      for (std::int64_t L = 0; L <= 40; ++L)
+        for (std::int64_t r = 0; r < cp * tp; ++r) {
+          const SequenceShard whole(2, L, cp * tp, r),
+              piece = SequenceShard(2, L, cp, r / tp, tp).piece(r % tp);
+          ASSERT_EQ(piece.ranges(), whole.ranges()) << L << ", " << cp << " x " << tp << ", " << r;
+        }
+}
+
+TEST(SequenceShard, OfTwelveTokensOnThreeRanks) {
+  const auto ranges = [](std::int64_t L, std::int64_t cp, std::int64_t c) {
+    return SequenceShard(1, L, cp, c, 1, SequenceCut::balanced).ranges();
+  };
+  EXPECT_EQ(ranges(12, 3, 0), (PositionRanges{{0, 2}, {10, 12}}));
+  EXPECT_EQ(ranges(12, 3, 1), (PositionRanges{{2, 4}, {8, 10}}));
+  EXPECT_EQ(ranges(12, 3, 2), (PositionRanges{{4, 8}})) << "in the middle the two meet";
+  EXPECT_EQ(ranges(7, 2, 0), (PositionRanges{{0, 2}, {6, 7}}));
+  EXPECT_EQ(ranges(7, 2, 1), (PositionRanges{{2, 6}}));
+  EXPECT_EQ(ranges(3, 4, 0), (PositionRanges{{0, 1}}));
+  EXPECT_EQ(ranges(3, 4, 3), (PositionRanges{{3, 3}})) << "a rank without tokens";
+  EXPECT_EQ(ranges(12, 1, 0), (PositionRanges{{0, 12}}));
+}
+
+TEST(PositionRanges, CountAndNamePositions) {
+  const PositionRanges ranges{{1, 3}, {6, 7}};
+  EXPECT_EQ(total_length(ranges), 3);
+  EXPECT_EQ(position_at(ranges, 0), 1);
+  EXPECT_EQ(position_at(ranges, 1), 2);
+  EXPECT_EQ(position_at(ranges, 2), 6);
+  EXPECT_THROW(position_at(ranges, 3), Error);
+  EXPECT_EQ(describe(ranges), "[1, 3) and [6, 7)");
+  EXPECT_EQ(describe({}), "none");
+}
+
 TEST(SequenceShard, TwoSequencesOfFiveOnTwoRanks) {
   const SequenceShard first(2, 5, 2, 0), second(2, 5, 2, 1);
   std::vector<std::int64_t> a, b;
@@ -229,7 +316,9 @@ TEST(SequenceShard, RefusesTokensThatItDoesNotHave) {
   EXPECT_NE(text([&] { shard.global({-1}); }).find("local token -1"), std::string::npos);
   EXPECT_NE(text([&] { shard.local({10}); }).find("global token 10 of 10"), std::string::npos);
   EXPECT_NE(text([&] { shard.owner({-1}); }).find("global token -1"), std::string::npos);
-  EXPECT_NE(text([&] { shard.local({7}); }).find("global token 7 belongs to part 0, not to part 1"),
+  EXPECT_NE(text([&] {
+              shard.local({7});
+            }).find("global token 7 belongs to part 0, not to positions [3, 5) of part 1"),
             std::string::npos);
   EXPECT_NE(text([&] { SequenceShard(2, 0, 3, 0).owner({0}); }).find("global token 0 of 0"),
             std::string::npos);

@@ -146,8 +146,8 @@ TEST_P(Sweep, RunsWithTheOption) {
   const Option& o = *config::find_option(GetParam());
   const MeshShape mesh{.tp = 2, .ep = 2};
   Pair pair(o);
-  pair.before.config = fitted(pair.before.config, mesh);
-  pair.after.config = fitted(pair.after.config, mesh);
+  pair.before.config = fitted(pair.before.config, {mesh});
+  pair.after.config = fitted(pair.after.config, {mesh});
   const auto reference = run_reference(pair.after);
   EXPECT_FALSE(same(one_run(pair.before), reference)) << "the sweep does not see " << o.name;
   const auto report = verify(pair.after, reference);
@@ -248,15 +248,15 @@ TEST(OneRank, CutsTheStepOtherwise) {
 
 TEST(Fitted, KeepsWhatTheMeshDivides) {
   const Config config = case_of({"--model=qwen3_moe"}).config;
-  EXPECT_EQ(model_values(fitted(config, {.tp = 4, .ep = 2})), model_values(config));
-  const Config three = fitted(config, {.tp = 3, .ep = 3});
+  EXPECT_EQ(model_values(fitted(config, {{.tp = 4, .ep = 2}})), model_values(config));
+  const Config three = fitted(config, {{.tp = 3, .ep = 3}});
   EXPECT_EQ(models::facts(three.model.architecture).num_heads % 3, 0);
   EXPECT_EQ(models::facts(three.model.architecture).num_experts % 3, 0);
   const Config of_eight = case_of({"--training.global_batch_size=8"}).config;
-  EXPECT_EQ(fitted(of_eight, {.dp_shard = 4}).training.global_batch_size, 8);
-  EXPECT_EQ(fitted(of_eight, {.dp_shard = 3}).training.global_batch_size, 6);
+  EXPECT_EQ(fitted(of_eight, {{.dp_shard = 4}}).training.global_batch_size, 8);
+  EXPECT_EQ(fitted(of_eight, {{.dp_shard = 3}}).training.global_batch_size, 6);
   for (const bool is_tied : {false, true}) {
-    const Config pipeline = fitted(config, {.pp = 2}, "1f1b", is_tied);
+    const Config pipeline = fitted(config, {{.pp = 2}, "1f1b", is_tied});
     EXPECT_EQ(verify::is_tied(pipeline), is_tied);
     EXPECT_EQ(verify::is_tied(one_rank(pipeline)), is_tied) << "what it is compared with";
   }

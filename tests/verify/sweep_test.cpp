@@ -73,14 +73,37 @@ TEST(MeshSweep, some_meshes_have_nodes_of_two_and_of_four_ranks_over_which_token
     if (s.size(ep_inside) > 1) axes.insert("inside");
     if (s.etp > 1) axes.insert("etp");
     if (s.pp > 1) axes.insert("pp");
-    EXPECT_EQ(fitted(config, s, mesh.schedule).parallelism.moe_dispatcher, "two_hops");
-    EXPECT_EQ(mesh_shape(fitted(config, s, mesh.schedule)).ranks_per_node, s.ranks_per_node);
+    EXPECT_EQ(fitted(config, mesh).parallelism.moe_dispatcher, "two_hops");
+    EXPECT_EQ(mesh_shape(fitted(config, mesh)).ranks_per_node, s.ranks_per_node);
   }
   EXPECT_EQ(num.size(), 2u);
   EXPECT_GE(num[2], 20u);
   EXPECT_GE(num[4], 5u);
   EXPECT_LT(num[2] + num[4], num_spread);  // the others go as `auto` says
   EXPECT_EQ(axes.size(), 3u);
+}
+
+TEST(MeshSweep, cuts_of_sequences_take_turns_beside_every_other_axis) {
+  std::map<std::string, std::set<std::string>> axes;
+  for (const SweepMesh& mesh : parse_sweep("8").meshes()) {
+    const MeshShape& s = mesh.shape;
+    EXPECT_EQ(mesh.cut == "auto", s.cp == 1);
+    if (s.cp == 1) continue;
+    axes[mesh.cut].insert(detail::concat("cp", s.cp));
+    for (const auto& [name, size] : std::map<std::string, int>{
+             {"pp", s.pp}, {"dp", s.dp_shard}, {"tp", s.tp}, {"ep", s.ep}, {"etp", s.etp}})
+      if (size > 1) axes[mesh.cut].insert(name);
+  }
+  const std::set<std::string> all{"cp2", "cp3", "cp4", "cp5", "cp6", "cp7",
+                                  "cp8", "pp",  "dp",  "tp",  "ep",  "etp"};
+  EXPECT_EQ(axes["balanced"], all);
+  EXPECT_EQ(axes["contiguous"], all);
+  const auto cut_of = [](const std::vector<std::string>& args) {
+    return fitted(config::load_config(args), {.shape = {.cp = 2}, .cut = "balanced"})
+        .parallelism.context_parallel_cut;
+  };
+  EXPECT_EQ(cut_of({}), "balanced");
+  EXPECT_EQ(cut_of({"--parallelism.context_parallel_cut=contiguous"}), "contiguous");
 }
 
 TEST(MeshSweep, some_pipelines_of_every_kind_are_tied) {

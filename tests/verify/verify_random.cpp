@@ -103,8 +103,7 @@ struct RandomCase {
 // The case of these arguments on a mesh, all as a command line says it; the model is made to fit.
 RandomCase on_mesh(Args args, const SweepMesh& mesh, int steps) {
   const auto defaults = verify_defaults(steps);
-  const Config plain = load_config(args, defaults),
-               fits = fitted(plain, mesh.shape, mesh.schedule, mesh.is_tied);
+  const Config plain = load_config(args, defaults), fits = fitted(plain, mesh);
   const auto was = model_values(plain), now = model_values(fits);
   for (std::size_t i = 0; i < now.size(); ++i)
     if (was[i] != now[i]) args.push_back("--" + now[i].first + "=" + text_of(now[i].second));

@@ -44,17 +44,16 @@ INSTANTIATE_TEST_SUITE_P(All, MachineSweep, testing::ValuesIn(all_cases()), case
 
 TEST_P(MachineSweep, ComputesWhatOneRankDoes) {
   const auto& [model, swept, sequence_parallel] = GetParam();
-  const auto& [mesh, schedule, is_tied] = swept;
   const config::Origin test{"test"};
   config::Settings settings = verify::verify_defaults(1);
   for (const auto& more : test_settings()) settings.push_back(more);
   settings.push_back({"model.name", model, test});
   settings.push_back({"model.size", std::string("tiny"), test});
   settings.push_back({"parallelism.sequence_parallel", sequence_parallel, test});
-  settings.push_back({"data.batch_size", std::int64_t{mesh.tp > 1 ? 2 : 3}, test});
-  const verify::VerifyCase c{verify::fitted(config::merged(settings), mesh, schedule, is_tied), 1};
+  settings.push_back({"data.batch_size", std::int64_t{swept.shape.tp > 1 ? 2 : 3}, test});
+  const verify::VerifyCase c{verify::fitted(config::merged(settings), swept), 1};
   const auto report = verify::verify(c, verify::run_reference(c));
-  EXPECT_TRUE(report.holds()) << report.describe(mesh);
+  EXPECT_TRUE(report.holds()) << report.describe(swept.shape);
 }
 
 }  // namespace
