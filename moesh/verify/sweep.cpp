@@ -43,7 +43,9 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
   size_t turn = static_cast<size_t>(num_ranks);
   size_t num_pipelines = static_cast<size_t>(num_ranks), num_shapes = 0;
   const auto add = [&](const MeshShape& shape, const std::string& schedule) {
-    all.push_back({shape, schedule, ++num_pipelines % kEveryTied == 0});
+    // Others in each round through the schedules, of which there may be a multiple of kEveryTied.
+    const size_t shift = ++num_pipelines / schedules.size();
+    all.push_back({shape, schedule, (num_pipelines + shift) % kEveryTied == 0});
   };
   for (int stages = 1; stages <= num_ranks; ++stages) {
     if (num_ranks % stages != 0) continue;
