@@ -121,6 +121,7 @@ TEST(MeshSweep, pipelines_have_several_micro_batches) {
   EXPECT_EQ(of({"--mesh=pp=3", "--training.gradient_accumulation_steps=1"}), 1);
   EXPECT_EQ(of({"--mesh=pp=3", "--training.gradient_accumulation_steps=7"}), 7);
   EXPECT_EQ(of({"--mesh=pp=3", "--training.global_batch_size=4"}), 2);
+  EXPECT_EQ(of({"--mesh=pp=3", "--parallelism.overlap_experts=true"}), 7);
 }
 
 TEST(MeshSweep, every_mesh_is_in_one_shard) {
