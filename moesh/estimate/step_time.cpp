@@ -129,8 +129,7 @@ int num_stages_of_a_rank(const MeshShape& mesh, const std::string& given,
 }
 
 Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
-  // dualpipev holds the most where its backwards are whole.
-  const bool in_halves = schedule == "zero_bubble" || schedule == "zbv";
+  const bool in_halves = pipeline::has_halves(schedule);
   return mesh.pp == 1          ? Stages::one
          : in_halves           ? Stages::in_halves
          : schedule == "gpipe" ? Stages::after_all
