@@ -106,7 +106,7 @@ TEST(MeshSweep, some_pipelines_of_every_kind_are_tied) {
   EXPECT_LE(kEveryTied * num_tied, num_pipelines);
   const auto& all = pipeline::schedule_names();
   EXPECT_EQ(schedules, std::set<std::string>(all.begin(), all.end()));
-  EXPECT_EQ(axes, (std::set<std::string>{"pp2", "pp3", "pp4", "pp5", "pp6", "dp_replicate",
+  EXPECT_EQ(axes, (std::set<std::string>{"pp2", "pp3", "pp4", "pp7", "pp8", "dp_replicate",
                                          "dp_shard", "cp", "tp", "ep", "etp"}));
 }
 
