@@ -126,7 +126,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(speed, parallelism, pipeline_parallel_layers_per_stage,
                    "pp: number of layers in each stage, as in 4,5,5,4, or in all stages but the "
                    "last, as in 5; empty: balanced by FLOPs, one stage on each rank "
-                   "(interleaved_1f1b, zbv: two)"),
+                   "(interleaved_1f1b, zbv, dualpipev: two)"),
       MOESH_OPTION(speed, parallelism, sequence_parallel,
                    "split the tokens over the tp ranks between the blocks"),
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
@@ -136,7 +136,8 @@ std::vector<Option> make_options() {
                    "next block"),
       MOESH_OPTION(speed, parallelism, overlap_experts,
                    "two micro-batches at a time: one computes while rows of the other travel to "
-                   "their experts or back"),
+                   "their experts or back; with pp (1f1b, interleaved_1f1b, dualpipev) the forward "
+                   "of one beside the backward of another"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher,
                    "collectives that bring tokens to their experts", one_of(dispatcher_names())),
       MOESH_OPTION(

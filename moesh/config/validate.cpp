@@ -395,11 +395,13 @@ void validate(const Config& config, int world_size) {
               describe_option(config, "checkpoint.enable"),
               "; set checkpoint.folder to where checkpoints are to be saved, such as "
               "outputs/checkpoints");
-  MOESH_CHECK(
-      !config.parallelism.overlap_experts || config.parallelism.pipeline_parallel_degree == 1,
-      ErrorKind::config, describe_option(config, "parallelism.overlap_experts"), ", and ",
-      describe_option(config, kPipeline),
-      ": with pp the schedule orders the micro-batches; set one of them to its default");
+  MOESH_CHECK(!config.parallelism.overlap_experts ||
+                  config.parallelism.pipeline_parallel_degree == 1 ||
+                  pipeline::can_be_joined(config.parallelism.pipeline_parallel_schedule),
+              ErrorKind::config, describe_option(config, "parallelism.overlap_experts"), ", ",
+              describe_option(config, kPipeline), ", and ", describe_option(config, kSchedule),
+              ", where no forward stands beside a backward; set ", kSchedule, " to ",
+              joined_by_or(pipeline::joined_schedule_names()));
   MOESH_CHECK(config.parallelism.moe_dispatcher != "local" ||
                   config.parallelism.expert_parallel_degree *
                           config.parallelism.expert_tensor_parallel_degree ==

@@ -98,9 +98,10 @@ class Pipeline {
  private:
   pipeline::Schedule schedule_with(std::int64_t num_micro) const {
     const auto m = static_cast<int>(num_micro);
-    return shape_.pp == 1 ? pipeline::one_f_one_b(1, m)
-                          : pipeline::make_schedule(options_.schedule, shape_.pp,
-                                                    options_.stages_of_a_rank, m);
+    return shape_.pp == 1
+               ? pipeline::one_f_one_b(1, m)
+               : pipeline::make_schedule(options_.schedule, shape_.pp, options_.stages_of_a_rank, m,
+                                         options_.overlap_experts);
   }
   std::vector<int> stages_of(int rank) const {
     std::vector<int> mine;

@@ -183,6 +183,7 @@ config::Settings one_micro_batch(const MeshShape& mesh) {
   settings.push_back({"training.global_batch_size", std::int64_t{0}, {"estimate"}});
   settings.push_back({"training.gradient_accumulation_steps", std::int64_t{1}, {"estimate"}});
   settings.push_back({"checkpoint.enable", false, {"estimate"}});
+  settings.push_back({"parallelism.overlap_experts", false, {"estimate"}});
   return settings;
 }
 

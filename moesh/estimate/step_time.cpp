@@ -143,7 +143,7 @@ int num_stages_of_a_rank(const MeshShape& mesh, const std::string& given,
 }
 
 Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
-  const bool in_halves = schedule == "zero_bubble" || schedule == "zbv";
+  const bool in_halves = pipeline::has_halves(schedule);
   return mesh.pp == 1          ? Stages::one
          : in_halves           ? Stages::in_halves
          : schedule == "gpipe" ? Stages::after_all
@@ -277,7 +277,7 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
 // backward is whole, the last one goes back through these afterwards.
 double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
                       const std::vector<int>& rank_of, const std::string& schedule) {
-  const bool in_halves = schedule == "zero_bubble" || schedule == "zbv";
+  const bool in_halves = pipeline::has_halves(schedule);
   std::vector<bool> is_seen(work.size(), false);
   double before = 0, most = 0;
   for (size_t s = 0; s < pipe.stages.size(); ++s) {

@@ -22,10 +22,7 @@ StepState::StepState(StepState* whole)
       scope_(innermost, this),
       is_whole_(false) {}
 StepState::~StepState() {
-  if (is_whole_)
-    raw::forget(*gathering);
-  else
-    raw::remove_taker(*gathering);
+  if (is_whole_) raw::forget(*gathering);
 }
 
 StepState* StepState::current() { return innermost; }
@@ -33,6 +30,9 @@ StepState* StepState::current() { return innermost; }
 void StepState::leave_weights() { weights_later = std::make_shared<WeightsLater>(); }
 WeightHalf StepState::take_weights() {
   return weights_later ? weights_later->take() : WeightHalf();
+}
+WeightsLater::AtOnce StepState::weights_at_once() const {
+  return weights_later ? weights_later->at_once() : WeightsLater::AtOnce();
 }
 void StepState::finish_weights() {
   if (weights_later) weights_later->finish();

@@ -36,8 +36,7 @@ class StepState {
   /// used twice (a tied embedding) in several micro-batches.
   explicit StepState(bool overlap = false);
   /// For another thread of the same rank, which works on a micro-batch of the same step (turns.h):
-  /// its gathers, sums and weights for later belong to `whole`, which outlives it. Before the first
-  /// gather of the step, raw::add_taker must announce it.
+  /// its gathers, sums and weights for later belong to `whole`, which outlives it.
   explicit StepState(StepState* whole);
   ~StepState();
 
@@ -53,6 +52,8 @@ class StepState {
   void leave_weights();
   /// The work that backward has left since the last call.
   WeightHalf take_weights();
+  /// While the result lives, backward leaves nothing for later.
+  WeightsLater::AtOnce weights_at_once() const;
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish_weights();
 

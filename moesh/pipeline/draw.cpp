@@ -29,15 +29,23 @@ std::string label(const Action& action, bool with_stage) {
   const std::string full = to_string(action);
   return with_stage ? full : full.substr(0, 1) + std::to_string(action.micro_batch);
 }
+// Of two that are joined, as one.
+std::string label(const std::vector<Timed>& list, size_t i, bool with_stage) {
+  const std::string first = label(list[i].action, with_stage);
+  return list[i].action.joins_next ? first + "&" + label(list[i + 1].action, with_stage) : first;
+}
+bool is_second(const std::vector<Timed>& list, size_t i) {
+  return i > 0 && list[i - 1].action.joins_next;
+}
 
 // So many that the label of each action fits into it, with a space.
 int enough_columns(const Simulation& s, bool with_stage) {
   double most = 0;
   for (const auto& list : s.ranks)
-    for (const Timed& t : list)
-      if (t.end > t.start)
+    for (size_t i = 0; i < list.size(); ++i)
+      if (const Timed& t = list[i]; t.end > t.start && !is_second(list, i))
         most = std::max(
-            most, static_cast<double>(label(t.action, with_stage).size() + 1) / (t.end - t.start));
+            most, static_cast<double>(label(list, i, with_stage).size() + 1) / (t.end - t.start));
   return static_cast<int>(std::ceil(most * s.time));
 }
 
@@ -69,15 +77,15 @@ std::string text_at(double x, double y, const std::string& text, const char* mor
   return place + escaped(text) + "</text>\n";
 }
 
-std::string draw_action(const Timed& t, int round, double y, double scale) {
+std::string draw_action(const Timed& t, int round, double y, double height, double scale) {
   const int kind = static_cast<int>(t.action.kind);
   // Later stages of a rank are paler.
   const double opacity = std::max(0.35, 1 - 0.4 * round), width = (t.end - t.start) * scale;
   const double x = kLeft + t.start * scale, gap = std::min(1.0, width / 10);
-  std::string out = rectangle(x, y + 1, width - gap, kRow - 2, kColours[kind], opacity);
+  std::string out = rectangle(x, y + 1, width - gap, height - 2, kColours[kind], opacity);
   const std::string number = std::to_string(t.action.micro_batch);
   if (width >= 7.0 * static_cast<double>(number.size()))
-    out += text_at(x + width / 2, y + kRow / 2 + 4, number,
+    out += text_at(x + width / 2, y + height / 2 + 4, number,
                    round == 0 ? "text-anchor=\"middle\" fill=\"#ffffff\""
                               : "text-anchor=\"middle\" fill=\"#202020\"");
   return out;
@@ -92,10 +100,12 @@ std::string draw_text(const Simulation& s, int columns) {
   std::string out;
   for (size_t r = 0; r < s.ranks.size(); ++r) {
     std::string line(static_cast<size_t>(width), '.');
-    for (const Timed& t : s.ranks[r]) {
+    for (size_t i = 0; i < s.ranks[r].size(); ++i) {
+      if (is_second(s.ranks[r], i)) continue;
+      const Timed& t = s.ranks[r][i];
       const auto begin = static_cast<size_t>(std::lround(t.start * scale)),
                  end = static_cast<size_t>(std::lround(t.end * scale));
-      std::string text = label(t.action, with_stage);
+      std::string text = label(s.ranks[r], i, with_stage);
       if (text.size() < end - begin)
         text.resize(end - begin, ' ');
       else
@@ -132,11 +142,14 @@ std::string draw_svg(const Simulation& s, const std::string& title, const std::s
     const double y = kTop + kRow * static_cast<double>(r);
     out += text_at(8, y + kRow / 2 + 4, detail::concat("rank ", r), "fill=\"#202020\"");
     out += rectangle(kLeft, y + 1, kWidth, kRow - 2, "#d8d8d8", 0.5);
-    for (const Timed& t : s.ranks[r]) {
+    for (size_t i = 0; i < s.ranks[r].size(); ++i) {
+      const Timed& t = s.ranks[r][i];
       const int round = round_of(s.ranks[r], t.action);
       has_rounds |= round > 0;
       kinds.insert(static_cast<int>(t.action.kind));
-      out += draw_action(t, round, y, scale);
+      // Two that are joined share the row, the forward above.
+      const bool is_lower = is_second(s.ranks[r], i), is_half = is_lower || t.action.joins_next;
+      out += draw_action(t, round, is_lower ? y + kRow / 2 : y, is_half ? kRow / 2 : kRow, scale);
     }
   }
   double x = kLeft;

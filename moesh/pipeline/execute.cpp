@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <map>
+#include <span>
 #include <tuple>
 
 #include "moesh/base/error.h"
@@ -33,26 +34,27 @@ class Executor {
   }
 
   void run() {
-    for (size_t i = 0; i < list().size(); ++i) {
-      const Action& a = list()[i];
-      doing_ = &a;
-      receive_ahead(i);
-      const auto to = s_.target(a);
-      const bool sends = to && s_.rank_with(*to) != rank_;
-      std::deque<Action>* under_way =
-          sends ? &outgoing_[{s_.rank_with(*to), a.kind != forward}] : nullptr;
-      if (sends && under_way->size() == static_cast<size_t>(num_buffers_)) finish_first(*under_way);
-      actor_.run(a);
-      if (!sends) continue;
-      actor_.start_send(a, s_.rank_with(*to));
-      under_way->push_back(a);
+    for (size_t i = 0; i < list().size(); i += doing_.size()) {
+      doing_ = std::span(list()).subspan(i, num_together(list(), i));
+      receive_ahead(i, 2 * doing_.size());
+      for (const Action& a : doing_)
+        if (sends(a)) make_room(under_way(a));
+      if (doing_.size() == 1)
+        actor_.run(doing_[0]);
+      else
+        actor_.run_together(doing_[0], doing_[1]);
+      for (const Action& a : doing_) {
+        if (!sends(a)) continue;
+        actor_.start_send(a, s_.rank_with(*s_.target(a)));
+        under_way(a).push_back(a);
+      }
     }
     for (auto& [to, under_way] : outgoing_)
       while (!under_way.empty()) finish_first(under_way);
   }
 
-  // The action that it is at.
-  const Action* doing() const { return doing_; }
+  // The actions that it is at: one, or two that are joined.
+  std::span<const Action> doing() const { return doing_; }
 
  private:
   const std::vector<Action>& list() const { return s_.ranks[static_cast<size_t>(rank_)]; }
@@ -61,11 +63,21 @@ class Executor {
     return from && s_.rank_with(*from) != rank_;
   }
 
-  // Begins to receive the message of action i, or of the first after it that takes one, and the
-  // next.
-  void receive_ahead(size_t i) {
-    int num_begun = 0;
-    for (size_t next = i; next < list().size() && num_begun < 2; ++next) {
+  bool sends(const Action& a) const {
+    const auto to = s_.target(a);
+    return to && s_.rank_with(*to) != rank_;
+  }
+  std::deque<Action>& under_way(const Action& a) {
+    return outgoing_[{s_.rank_with(*s_.target(a)), a.kind != forward}];
+  }
+  void make_room(std::deque<Action>& line) {
+    if (line.size() == static_cast<size_t>(num_buffers_)) finish_first(line);
+  }
+
+  // Begins to receive the first messages that action i and those after it take.
+  void receive_ahead(size_t i, size_t num) {
+    size_t num_begun = 0;
+    for (size_t next = i; next < list().size() && num_begun < num; ++next) {
       if (!receives(list()[next])) continue;
       receive_until(list()[next]);
       ++num_begun;
@@ -93,7 +105,7 @@ class Executor {
   int rank_;
   Actor& actor_;
   int num_buffers_;
-  const Action* doing_ = nullptr;
+  std::span<const Action> doing_;
   std::map<int, std::deque<Action>> incoming_;  // by sender: the takers of what is still to come
   std::map<MessageKey, bool> begun_;
   std::map<std::pair<int, bool>, std::deque<Action>> outgoing_;  // by receiver and kind: makers
@@ -108,9 +120,11 @@ void execute(const Schedule& schedule, int rank, Actor& actor, const ExecuteOpti
   try {
     executor.run();
   } catch (const Error& e) {
-    if (schedule.num_ranks() == 1 || !executor.doing()) throw;
-    throw Error(e.kind(), detail::concat("rank ", rank, " of pp, ", describe(*executor.doing()),
-                                         ": ", e.what()));
+    if (schedule.num_ranks() == 1 || executor.doing().empty()) throw;
+    std::string doing;
+    for (const Action& a : executor.doing())
+      doing += (doing.empty() ? "" : " beside ") + describe(a);
+    throw Error(e.kind(), detail::concat("rank ", rank, " of pp, ", doing, ": ", e.what()));
   }
 }
 

@@ -8,8 +8,9 @@
 
 namespace moesh::pipeline {
 
-/// What one rank does. A message has no name: those between two ranks arrive in the order in which
-/// they were sent, and both sides know it from the schedule.
+/// What one rank does. What two joined actions give is sent when both have ended. A message has no
+/// name: those between two ranks arrive in the order in which they were sent, and both sides know
+/// it from the schedule.
 class Actor {
  public:
   virtual ~Actor() = default;
@@ -18,6 +19,11 @@ class Actor {
   virtual void start_receive(const Action& taker, int from) = 0;
   /// Does the action, with what was received for it, or what a stage of this same rank has made.
   virtual void run(const Action& action) = 0;
+  /// The same of two that are joined. By itself: one after the other.
+  virtual void run_together(const Action& forward, const Action& backward) {
+    run(forward);
+    run(backward);
+  }
   /// Begins to send what `maker` has made; and waits until that has gone, so that its memory is
   /// free.
   virtual void start_send(const Action& maker, int to) = 0;
@@ -31,9 +37,9 @@ struct ExecuteOptions {
 };
 
 /// All actions of a rank, in order. Before each one the receives of the next two messages that the
-/// rank takes have been begun, so that they travel meanwhile; a send is waited for when its buffer
-/// is wanted, or at the end. Where there are several ranks, an Error of an action says which one it
-/// was, of which rank of pp.
+/// rank takes have been begun (of the next four before two that are joined), so that they travel
+/// meanwhile; a send is waited for when its buffer is wanted, or at the end. Where there are
+/// several ranks, an Error of an action says which one it was, of which rank of pp.
 void execute(const Schedule& schedule, int rank, Actor& actor, const ExecuteOptions& options = {});
 
 }  // namespace moesh::pipeline

@@ -21,6 +21,9 @@ struct Action {
   ActionKind kind;
   int stage;
   int micro_batch;
+  /// A forward that is joined with the action after it, a backward of another micro-batch: both are
+  /// under way at once, and while rows of one travel the rank computes the other.
+  bool joins_next = false;
   bool operator==(const Action&) const = default;
 };
 
@@ -29,6 +32,8 @@ struct Action {
 std::string to_string(const Action& action);
 /// "forward of stage 2 for micro-batch 0"
 std::string describe(const Action& action);
+/// How many actions of a list begin together at action i: 2 where it is joined with the next one.
+size_t num_together(const std::vector<Action>& list, size_t i);
 /// Whether it makes the gradients of its inputs, by itself or with those of the weights.
 bool is_input_backward(const Action& action);
 
@@ -50,13 +55,14 @@ struct Schedule {
 Schedule gpipe(int p, int m);
 
 /// Rank r runs p - r forwards ahead, then a backward after each forward: the same bubble, and at
-/// most p activations alive.
-Schedule one_f_one_b(int p, int m);
+/// most p activations alive. Joined, it runs 2 (p - r) ahead and holds as many: a forward cannot be
+/// one with the backward that waits for what the next rank makes of it.
+Schedule one_f_one_b(int p, int m, bool joined = false);
 
 /// 1F1B over v stages a rank, stage s on rank s % p: the bubble is v times as short, for v times as
 /// many messages. Micro-batches go in groups of p; where p does not divide m, the first group is
-/// larger.
-Schedule interleaved_1f1b(int p, int v, int m);
+/// larger. Joined, it runs one forward further ahead.
+Schedule interleaved_1f1b(int p, int v, int m, bool joined = false);
 
 /// 1F1B with the weight half of backward put off, by r micro-batches on rank r (ZB-H1 of Qi et al.,
 /// 2023): a third of the bubble, in the memory of 1F1B's first rank on every rank.
@@ -67,14 +73,25 @@ Schedule zero_bubble(int p, int m);
 /// of backward take as long as forward, and m >= 2p - 1.
 Schedule zbv(int p, int m);
 
+/// The stages of zbv, in the order of DualPipeV (DeepSeek, 2025): in its main part every forward of
+/// one stage of a rank stands beside a backward of the other, and in some of the backwards at both
+/// ends that for the weights is put off.
+Schedule dualpipev(int p, int m, bool joined = false);
+
 /// The names that configurations know, as in "1f1b".
 const std::vector<std::string>& schedule_names();
+/// Those of schedules that can be joined.
+const std::vector<std::string>& joined_schedule_names();
+bool can_be_joined(const std::string& name);
+/// Whether some of its backwards are in two halves.
+bool has_halves(const std::string& name);
 
 /// Stages of a rank that a schedule needs: 1, 2, or 0 where any number from 2 on will do.
 int stages_of_a_rank(const std::string& name);
 
-/// By name; throws Error (config) when there is no such schedule, or not with so many stages.
-Schedule make_schedule(const std::string& name, int p, int v, int m);
+/// By name; throws Error (config) when there is no such schedule, or not with so many stages, or
+/// not joined. Joined, forwards and backwards that stand side by side are under way at once.
+Schedule make_schedule(const std::string& name, int p, int v, int m, bool joined = false);
 
 /// Only its forwards, in their order: what an evaluation runs.
 Schedule forwards_of(Schedule schedule);
@@ -82,7 +99,8 @@ Schedule forwards_of(Schedule schedule);
 /// Throws Error (config) that names rank and action unless every stage does every micro-batch
 /// exactly once, forward and backward (whole, or both halves; or none, where there are forwards
 /// alone), on the rank that has the stage, and each rank does forward before backward and inputs
-/// before weights.
+/// before weights; and where an action is joined, it is a forward before a backward of another
+/// micro-batch.
 void check(const Schedule& schedule);
 
 }  // namespace moesh::pipeline

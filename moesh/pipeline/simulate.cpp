@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <span>
 #include <tuple>
 
 #include "moesh/base/error.h"
@@ -19,6 +20,22 @@ struct MessageOrder {
 };
 using MessageOrderKey = std::tuple<int, int, bool>;  // from, to, whether it is a gradient
 
+double duration(const Action& a, const Costs& costs) {
+  const StageCosts& c = costs.of(a.stage);
+  switch (a.kind) {
+    case forward: return c.forward;
+    case backward: return c.backward_input + c.backward_weight;
+    case backward_input: return c.backward_input;
+    case backward_weight: break;
+  }
+  return c.backward_weight;
+}
+
+double links_of(const Action& a, const Costs& costs) {
+  const StageCosts& c = costs.of(a.stage);
+  return a.kind == forward ? c.forward_links : is_input_backward(a) ? c.backward_links : 0;
+}
+
 class Simulator {
  public:
   Simulator(const Schedule& schedule, const Costs& costs) : s_(schedule), costs_(costs) {
@@ -27,6 +44,10 @@ class Simulator {
         "costs of ", costs.stages.size(), " stages for a schedule of ", schedule.num_stages);
     MOESH_CHECK(costs.num_buffers >= 1, "a pipeline with ", costs.num_buffers,
                 " buffers between two ranks");
+    for (const StageCosts& c : costs.stages)
+      MOESH_CHECK(c.forward_links <= c.forward && c.backward_links <= c.backward_input,
+                  "links are used for ", c.forward_links, " of a forward of ", c.forward, " and ",
+                  c.backward_links, " of a backward of ", c.backward_input);
     check(schedule);
     times_.resize(static_cast<size_t>(4 * s_.num_stages * s_.num_micro_batches));
     place_.resize(times_.size());
@@ -56,12 +77,16 @@ class Simulator {
       has_moved = false;
       for (size_t r = 0; r < s_.ranks.size(); ++r)
         while (out_.ranks[r].size() < s_.ranks[r].size()) {
-          const Action& a = s_.ranks[r][out_.ranks[r].size()];
-          const auto ready = ready_at(a);
+          const auto now = next_of(r);
+          const auto ready = ready_at(now, free_from[r]);
           if (!ready) break;
-          const double start = std::max(free_from[r], *ready), end = start + duration(a);
-          time_of(a) = Timed{a, start, end};
-          out_.ranks[r].push_back({a, start, end});
+          const double start = *ready,
+                       end = start + (now.size() == 1 ? duration(now[0], costs_)
+                                                      : time_together(now[0], now[1], costs_));
+          for (const Action& a : now) {
+            time_of(a) = Timed{a, start, end};
+            out_.ranks[r].push_back({a, start, end});
+          }
           out_.busy[r] += end - start;
           out_.time = std::max(out_.time, end);
           free_from[r] = end;
@@ -70,6 +95,12 @@ class Simulator {
     }
   }
 
+  // What rank r does next: one action, or two that are joined.
+  std::span<const Action> next_of(size_t r) const {
+    const auto& list = s_.ranks[r];
+    const size_t i = out_.ranks[r].size();
+    return std::span(list).subspan(i, num_together(list, i));
+  }
   std::optional<Timed>& time_of(const Action& a) {
     const int kind = static_cast<int>(is_input_backward(a) ? backward_input : a.kind);
     return times_[index(kind, a)];
@@ -79,16 +110,6 @@ class Simulator {
                                a.micro_batch);
   }
   int rank_of(int stage) const { return s_.rank_with(stage); }
-  double duration(const Action& a) const {
-    const StageCosts& c = costs_.of(a.stage);
-    switch (a.kind) {
-      case forward: return c.forward;
-      case backward: return c.backward_input + c.backward_weight;
-      case backward_input: return c.backward_input;
-      case backward_weight: break;
-    }
-    return c.backward_weight;
-  }
 
   void find_channels() {
     for (const auto& list : s_.ranks)
@@ -134,18 +155,30 @@ class Simulator {
     return std::max(ready, taken->start);
   }
 
+  // The same of what a rank does next, which is free from then on.
+  std::optional<double> ready_at(std::span<const Action> now, double ready) {
+    for (const Action& a : now) {
+      const auto own = ready_at(a);
+      if (!own) return std::nullopt;
+      ready = std::max(ready, *own);
+    }
+    return ready;
+  }
+
   // The ranks that have not come to the end, and before what.
   std::string waiting() {
     std::string waiting;
     for (size_t r = 0; r < s_.ranks.size(); ++r)
-      if (out_.ranks[r].size() < s_.ranks[r].size()) {
-        const Action& a = s_.ranks[r][out_.ranks[r].size()];
-        const auto from = s_.source(a);
-        const bool has_input =
-            !from || time_of({a.kind == forward ? forward : backward_input, *from, a.micro_batch});
-        waiting += detail::concat(waiting.empty() ? "" : ", ", "rank ", r, " before ", to_string(a),
-                                  has_input ? " for a free buffer" : " for its input");
-      }
+      if (out_.ranks[r].size() < s_.ranks[r].size())
+        for (const Action& a : next_of(r)) {
+          if (ready_at(a)) continue;  // it waits for the one that it is joined with
+          const auto from = s_.source(a);
+          const bool has_input = !from || time_of({a.kind == forward ? forward : backward_input,
+                                                   *from, a.micro_batch});
+          waiting +=
+              detail::concat(waiting.empty() ? "" : ", ", "rank ", r, " before ", to_string(a),
+                             has_input ? " for a free buffer" : " for its input");
+        }
     return waiting;
   }
   void check_all_ran() {
@@ -205,6 +238,12 @@ double Simulation::bubble_fraction_of_worst_rank() const {
     if (span > 0) worst = std::max(worst, 1 - busy[r] / span);
   }
   return worst;
+}
+
+double time_together(const Action& a, const Action& b, const Costs& costs) {
+  const double of_a = duration(a, costs), of_b = duration(b, costs),
+               links = links_of(a, costs) + links_of(b, costs);
+  return std::max({of_a + of_b - links, links, of_a, of_b});
 }
 
 Simulation simulate(const Schedule& schedule, const Costs& costs) {

@@ -12,6 +12,9 @@ namespace moesh::pipeline {
 /// What the actions of a stage take, in any unit of time.
 struct StageCosts {
   double forward = 1, backward_input = 1, backward_weight = 1;
+  /// The parts of forward and of backward_input in which the rank waits for rows on the links. The
+  /// two that are joined go beside each other: one computes in this time of the other.
+  double forward_links = 0, backward_links = 0;
   double activation = 1;  // held from forward until backward has ended, in any unit of memory
   /// How much of it is held on from the gradients of inputs to those of weights.
   double kept_for_weights = 1;
@@ -30,6 +33,7 @@ struct Costs {
   }
 };
 
+/// Two actions that are joined begin and end together.
 struct Timed {
   Action action;
   double start, end;
@@ -48,6 +52,10 @@ struct Simulation {
   /// left where an optimizer step need not wait for all ranks. So the papers on zero bubbles count.
   double bubble_fraction_of_worst_rank() const;
 };
+
+/// How long two joined actions take: as long as the rank computes for both, or as rows of both
+/// travel, or the longer of the two by itself.
+double time_together(const Action& a, const Action& b, const Costs& costs);
 
 /// Checks the schedule first. Throws Error (config) which names what each rank waits for where
 /// they wait in a circle, or where two ranks do not exchange messages in one order.

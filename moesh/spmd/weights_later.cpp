@@ -1,7 +1,6 @@
 #include "moesh/spmd/weights_later.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -20,8 +19,7 @@ bool has_gradient(const at::Tensor& weight) { return weight.defined() && weight.
 void WeightHalf::run() {
   if (work_.empty()) return;
   const at::NoGradGuard no_grad;
-  *is_running_ = true;
-  const auto end = c10::make_scope_exit([this] { *is_running_ = false; });
+  const WeightsLater::AtOnce at_once(num_at_once_);
   // Memory that each keeps is freed as soon as it is done.
   raw::run_backward([&] {
     for (auto& work : work_) {
@@ -41,7 +39,7 @@ void WeightsLater::add(std::function<void()> f) {
 
 WeightHalf WeightsLater::take() {
   WeightHalf half;
-  half.is_running_ = is_running_, half.num_left_ = num_left_;
+  half.num_at_once_ = num_at_once_, half.num_left_ = num_left_;
   half.work_ = std::exchange(work_, {});
   *num_left_ += static_cast<std::int64_t>(half.work_.size());
   return half;

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace moesh {
@@ -33,17 +34,33 @@ class [[nodiscard]] WeightHalf {
  private:
   friend class WeightsLater;
   std::vector<std::function<void()>> work_;
-  std::shared_ptr<bool> is_running_;
+  std::shared_ptr<int> num_at_once_;
   std::shared_ptr<std::int64_t> num_left_;
 };
 
 /// The list of a step.
 class WeightsLater {
  public:
-  /// Puts f on the list; while a half is being done, f runs now.
+  /// While one lives, nothing is left for later: a backward that is whole, among others that are
+  /// not. Several may live at once, in the threads of a rank that take turns.
+  class [[nodiscard]] AtOnce {
+   public:
+    AtOnce() = default;
+    explicit AtOnce(std::shared_ptr<int> num) : num_(std::move(num)) { ++*num_; }
+    AtOnce(AtOnce&&) = default;
+    ~AtOnce() {
+      if (num_) --*num_;
+    }
+
+   private:
+    std::shared_ptr<int> num_;  // null: there is no list
+  };
+  AtOnce at_once() const { return AtOnce(num_at_once_); }
+
+  /// Puts f on the list; while a half is being done or nothing is left for later, f runs now.
   void add(std::function<void()> f);
   /// Whether `add` puts on the list.
-  bool is_open() const { return !*is_running_; }
+  bool is_open() const { return *num_at_once_ == 0; }
   /// The work that backward has left since the last call.
   WeightHalf take();
   /// At the end of a step: throws Error (internal) where some of it was never done.
@@ -51,7 +68,7 @@ class WeightsLater {
 
  private:
   std::vector<std::function<void()>> work_;
-  std::shared_ptr<bool> is_running_ = std::make_shared<bool>(false);
+  std::shared_ptr<int> num_at_once_ = std::make_shared<int>(0);
   std::shared_ptr<std::int64_t> num_left_ = std::make_shared<std::int64_t>(0);
 };
 

@@ -384,10 +384,13 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
 }
 
 PipelineOptions pipeline_options(const Config& config) {
-  const auto degree = static_cast<int>(config.parallelism.pipeline_parallel_degree);
-  return {.schedule = config.parallelism.pipeline_parallel_schedule,
+  const auto& p = config.parallelism;
+  const auto degree = static_cast<int>(p.pipeline_parallel_degree);
+  // Where experts are not split nothing travels, and nothing changes.
+  const bool is_split = p.expert_parallel_degree * p.expert_tensor_parallel_degree > 1;
+  return {.schedule = p.pipeline_parallel_schedule,
           .stages_of_a_rank = static_cast<int>(stage_plan(config).size()) / degree,
-          .overlap_experts = config.parallelism.overlap_experts};
+          .overlap_experts = p.overlap_experts && is_split};
 }
 
 StepOptions step_options(const Config& config) {

@@ -11,7 +11,6 @@
 #include "moesh/comm/flight.h"
 #include "moesh/comm/group.h"
 #include "moesh/comm/mesh.h"
-#include "moesh/fsdp/reshard.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/later.h"
 
@@ -67,8 +66,6 @@ void in_lanes(StepState& state, at::Device device,
         f(lane, part);
       });
     });
-  // Before the first of them gathers anything: it is for all.
-  for (int lane = 1; lane < kNumLanes; ++lane) raw::add_taker(*state.gathering);
   take_turns(lanes);
 }
 

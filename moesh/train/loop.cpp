@@ -92,7 +92,9 @@ void warn_of_no_overlap(const Config& config) {
         "a step has one micro-batch, beside which no other computes; set "
         "training.gradient_accumulation_steps to 2 or more, and data.batch_size lower");
   if (!config.profile.steps.empty())
-    nothing("a trace (profile.steps) shows the operators of every second micro-batch only");
+    nothing(config.parallelism.pipeline_parallel_degree == 1
+                ? "a trace (profile.steps) shows the operators of every second micro-batch only"
+                : "a trace (profile.steps) leaves out the operators of backwards beside a forward");
 }
 
 // The time that Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave

@@ -8,11 +8,13 @@
 #include <optional>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
 #include "moesh/base/turns.h"
 #include "moesh/comm/flight.h"
+#include "moesh/fsdp/reshard.h"
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
@@ -62,12 +64,22 @@ class StageActor final : public pipeline::Actor {
       backward(a);
   }
 
+  // In two lanes, the forward first: where it starts to move rows the backward goes on, and so on
+  // in turn. Gradients are added by the backward, and by what the forward does for the head.
+  void run_together(const Action& forward, const Action& backward) override {
+    in_lanes(*state_, model_.stream_options().device(),
+             [&](int lane, StepState&) { run(lane == 0 ? forward : backward); });
+  }
+
   void start_send(const Action& maker, int to) override {
     const auto label = label_of(*taker_of(maker));
-    sent_.emplace(sent_key(maker), maker.kind == ActionKind::forward
-                                       ? moesh::start_send(made_stream_, to, label)
-                                       : moesh::start_send(made_gradient_, to, label));
-    made_stream_ = {}, made_gradient_ = {};
+    const auto send = [&](auto& made) {
+      sent_.emplace(sent_key(maker), moesh::start_send(std::exchange(made, {}), to, label));
+    };
+    if (maker.kind == ActionKind::forward)
+      send(made_stream_);
+    else
+      send(made_gradient_);
   }
 
   void finish_send(const Action& maker) override {
@@ -161,6 +173,7 @@ class StageActor final : public pipeline::Actor {
   // behind the head's input as well, with the balance losses of its layers.
   Gradient backward_of_head(const models::ForwardResult& result) {
     const InSection section(Section::backward);
+    const auto weights = state_->weights_at_once();
     moesh::backward(result.head_loss);
     state_->start_sums();  // what the norm has left for later goes with the blocks'
     return grad(std::get<Stream>(result.head_input));
@@ -173,12 +186,14 @@ class StageActor final : public pipeline::Actor {
     const auto& [input, out, of_head, own_losses] = live.mapped();
     const Gradient gradient = of_head ? *of_head : take(gradients_, handed_gradients_, key_of(a));
     const InSection section(Section::backward);
-    moesh::backward(out, gradient, own_losses);
-    WeightHalf half = state_->take_weights();
-    if (a.kind == ActionKind::backward_input)
-      halves_.emplace(key_of(a), std::move(half));
-    else
-      half.run();
+    if (a.kind == ActionKind::backward_input) {
+      moesh::backward(out, gradient, own_losses);
+      halves_.emplace(key_of(a), state_->take_weights());
+    } else {
+      // Weights fill the time in which another action's rows are awaited.
+      const auto weights = state_->weights_at_once();
+      moesh::backward(out, gradient, own_losses);
+    }
     state_->start_sums();
     const auto taker = taker_of(a);
     if (!taker) return;
@@ -211,7 +226,7 @@ class StageActor final : public pipeline::Actor {
   std::map<Key, ArrivingGradient> gradients_;
   std::map<Key, Stream> handed_streams_;
   std::map<Key, Gradient> handed_gradients_;
-  // What the last action made, until it is sent; then by the action that made it.
+  // What the last actions made, until it is sent; then by the action that made it.
   Stream made_stream_;
   Gradient made_gradient_;
   std::map<SentKey, comm::Handle> sent_;
@@ -225,6 +240,8 @@ void run_lanes(models::Model& model, const std::vector<models::MicroBatch>& batc
                StepState& state, const OnForward& on_forward) {
   // What a block does not free would be there once for each lane.
   if (!options.reshard) state.keep_gathers();
+  // Before the first of them gathers anything ahead: it is for all.
+  for (int lane = 1; lane < kNumLanes; ++lane) raw::add_taker(*state.gathering);
   in_lanes(state, model.stream_options().device(), [&](int lane, StepState& own) {
     StageActor<Sp> actor(model, batches, options, schedule, &own, on_forward);
     for (const Action& a : schedule.ranks[0]) {
@@ -234,6 +251,7 @@ void run_lanes(models::Model& model, const std::vector<models::MicroBatch>& batc
       if (a.kind == ActionKind::backward) next_turn();
     }
     actor.finish();
+    if (lane > 0) raw::remove_taker(*own.gathering);
   });
 }
 
@@ -243,8 +261,7 @@ void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
          StepState* state, const OnForward& on_forward, bool overlap_experts) {
   // Without pp one micro-batch is under way, and backward frees its parameters as it goes.
   if (state && !options.reshard && schedule.num_ranks() > 1) state->keep_gathers();
-  if (overlap_experts && state && schedule.num_ranks() == 1 && batches.size() > 1 &&
-      current_mesh().size(ep | etp) > 1)
+  if (overlap_experts && state && schedule.num_ranks() == 1 && batches.size() > 1)
     return run_lanes<Sp>(model, batches, options, schedule, *state, on_forward);
   StageActor<Sp> actor(model, batches, options, schedule, state, on_forward);
   pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
@@ -261,7 +278,8 @@ int rank_of_end(const pipeline::Schedule& s, bool is_last) {
 pipeline::Schedule schedule_of(const PipelineOptions& options, std::size_t num_micro_batches) {
   const int num_ranks = current_mesh().size(pp), m = static_cast<int>(num_micro_batches);
   if (num_ranks == 1) return pipeline::one_f_one_b(1, m);
-  return pipeline::make_schedule(options.schedule, num_ranks, options.stages_of_a_rank, m);
+  return pipeline::make_schedule(options.schedule, num_ranks, options.stages_of_a_rank, m,
+                                 options.overlap_experts);
 }
 
 void open_channels(const models::Model& model, const PipelineOptions& options) {

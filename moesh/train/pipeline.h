@@ -17,8 +17,8 @@ namespace moesh::train {
 struct PipelineOptions {
   std::string schedule = "1f1b";
   int stages_of_a_rank = 1;
-  // Without pp: two micro-batches are under way at once, and one computes while rows of the other
-  // go to their experts or home. Where experts are not split nothing travels, and nothing changes.
+  // Two micro-batches are under way at once, and one computes while rows of the other go to their
+  // experts or home: without pp one after the other of a step, with pp those of joined actions.
   bool overlap_experts = false;
 };
 

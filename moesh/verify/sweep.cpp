@@ -44,7 +44,11 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
   size_t num_pipelines = static_cast<size_t>(num_ranks), num_shapes = 0, num_cuts = 0;
   const auto add = [&](SweepMesh mesh) {
     if (mesh.shape.cp > 1) mesh.cut = num_cuts++ % 2 == 0 ? "balanced" : "contiguous";
-    if (mesh.shape.pp > 1) mesh.is_tied = ++num_pipelines % kEveryTied == 0;
+    if (mesh.shape.pp > 1) {
+      // Others in each round through the schedules, of which there may be a multiple of kEveryTied.
+      const size_t shift = ++num_pipelines / schedules.size();
+      mesh.is_tied = (num_pipelines + shift) % kEveryTied == 0;
+    }
     all.push_back(std::move(mesh));
   };
   for (int stages = 1; stages <= num_ranks; ++stages) {

@@ -36,7 +36,7 @@ struct SweepMesh {
 
 /// Meshes of up to this many ranks go through every schedule; larger ones take one each, in turn.
 constexpr int kEverySchedule = 4;
-/// One in this many pipelines is tied: some of every schedule, since there are five schedules.
+/// One in this many pipelines is tied: some of every schedule.
 constexpr int kEveryTied = 3;
 
 struct Sweep {

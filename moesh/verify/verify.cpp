@@ -423,8 +423,10 @@ void launch_for(VerifyReport& report, const Config& config,
 Config with_micro_batches(const Config& config, const std::string& origin) {
   constexpr const char* kKey = "training.gradient_accumulation_steps";
   const std::int64_t degree = config.parallelism.pipeline_parallel_degree;
-  // Two at a time, and one more.
-  const std::int64_t wanted = config.parallelism.overlap_experts ? 3 : degree > 1 ? degree + 1 : 1;
+  // Two at a time, and one more; through a pipeline, until all ranks have two.
+  const std::int64_t wanted = config.parallelism.overlap_experts ? 2 * degree + 1
+                              : degree > 1                       ? degree + 1
+                                                                 : 1;
   if (wanted == 1 || config.training.global_batch_size != 0 || !config.origin(kKey).is_default)
     return config;
   return changed(config, {{kKey, wanted, {origin, true}}});
@@ -467,7 +469,8 @@ Config fitted(const Config& config, const SweepMesh& mesh) {
   auto settings = config::mesh_settings(shape, origin.text);
   if (shape.pp > 1) {
     settings.push_back({"parallelism.pipeline_parallel_schedule", mesh.schedule, origin});
-    settings.push_back({"parallelism.overlap_experts", false, origin});
+    if (!pipeline::can_be_joined(mesh.schedule))
+      settings.push_back({"parallelism.overlap_experts", false, origin});
   }
   if (config.origin("parallelism.context_parallel_cut").is_default)
     settings.push_back({"parallelism.context_parallel_cut", mesh.cut, origin});

@@ -40,6 +40,16 @@ TEST(Pipeline, SaysWhichStagesDoNotFit) {
       {"with 2 stages on each rank", "model.num_layers is 3",
        "to 1, or a schedule with one stage a rank, or model.num_layers to 4 or more"});
   expect_parts(
+      error_of(
+          [] {
+            load_config({"--mesh=pp=2", "--model.num_layers=4",
+                         "--parallelism.pipeline_parallel_schedule=zbv",
+                         "--parallelism.overlap_experts=true"});
+          },
+          ErrorKind::config),
+      {"parallelism.overlap_experts is true", "pipeline_parallel_schedule is \"zbv\"",
+       "set parallelism.pipeline_parallel_schedule to 1f1b, interleaved_1f1b or dualpipev"});
+  expect_parts(
       error_of([] { load_config({"--mesh=pp=4", "--model.num_layers=3"}); }, ErrorKind::config),
       {"set parallelism.pipeline_parallel_degree to 3 or less, or model.num_layers to 4 or more"});
   expect_parts(
@@ -778,6 +788,7 @@ TEST(Config, StagesAreThoseOfTheScheduleOnEveryRank) {
   EXPECT_EQ(num_stages("pp=1", "zbv"), 1u);
   EXPECT_EQ(num_stages("pp=2", "1f1b"), 2u);
   EXPECT_EQ(num_stages("pp=2", "zbv"), 4u);
+  EXPECT_EQ(num_stages("pp=2", "dualpipev"), 4u);
   EXPECT_EQ(num_stages("pp=2", "interleaved_1f1b"), 4u);
 }
 

@@ -11,6 +11,7 @@
 #include "moesh/comm/observers.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/dry_rank.h"
+#include "moesh/pipeline/schedule.h"
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 
@@ -236,7 +237,7 @@ void expect_peaks_of_stages(const Args& args) {
 }
 
 // Results of collectives that are larger than 256 KiB are not counted: these are smaller.
-class OnSchedules : public testing::TestWithParam<const char*> {};
+class OnSchedules : public testing::TestWithParam<std::string> {};
 TEST_P(OnSchedules, EveryRankOfAPipelineHoldsWhatItsEstimateSays) {
   for (const Args& more :
        {Args{"--mesh=pp=2", "--training.gradient_accumulation_steps=4"},
@@ -251,14 +252,12 @@ TEST_P(OnSchedules, EveryRankOfAPipelineHoldsWhatItsEstimateSays) {
               "--model.moe_ffn=128",       "--model.vocab_size=512",     "--dtype=float32",
               "--moe.force_load_balance",  "--data.sequence_length=128", "--data.batch_size=2"};
     args.insert(args.end(), more.begin(), more.end());
-    args.push_back(std::string("--parallelism.pipeline_parallel_schedule=") + GetParam());
+    args.push_back("--parallelism.pipeline_parallel_schedule=" + GetParam());
     SCOPED_TRACE(more[0]);
     expect_peaks_of_stages(args);
   }
 }
-INSTANTIATE_TEST_SUITE_P(EstimatedPeak, OnSchedules,
-                         testing::Values("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble",
-                                         "zbv"));
+INSTANTIATE_TEST_SUITE_P(EstimatedPeak, OnSchedules, testing::ValuesIn(pipeline::schedule_names()));
 
 // The same for pairs of micro-batches, which share what is gathered ahead, and an odd one.
 TEST(Estimate, LeavesOutPairsThatAddNothing) {
@@ -279,14 +278,14 @@ TEST(Estimate, LeavesOutPairsThatAddNothing) {
 // A dry run of the first micro-batches, of one rank of each kind, gives what a dry run of all of
 // them gives on every rank.
 TEST(Estimate, LeavesOutMicroBatchesAndRanksThatAddNothing) {
-  for (const char* schedule : {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"})
+  for (const auto& schedule : pipeline::schedule_names())
     for (const auto& [p, m, mode] : {std::tuple{1, 7, "none"}, {2, 11, "full"}, {4, 19, "none"}}) {
       const Config c =
           load({"--model=qwen3_moe:tiny", "--model.num_layers=" + std::to_string(2 * p),
                 "--mesh=dp_shard=2,ep=2,pp=" + std::to_string(p), "--data.batch_size=2",
                 "--training.gradient_accumulation_steps=" + std::to_string(m),
                 std::string("--activation_checkpoint.mode=") + mode,
-                std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
+                "--parallelism.pipeline_parallel_schedule=" + schedule});
       SCOPED_TRACE(detail::concat(schedule, " on ", p, " with ", m, ", recompute ", mode));
       ASSERT_LT(enough_micro_batches(c), m);
       Estimate most;

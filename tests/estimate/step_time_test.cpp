@@ -203,7 +203,7 @@ TEST(StepTime, BubblesAreThoseOfTheSchedule) {
     // The simulated schedule of all micro-batches takes as long as that of the first ones and the
     // rest at the pace of the slowest rank.
     EXPECT_NEAR(simulated(profiler, cluster, mesh, "1f1b", 1 << 20).time, whole, 1e-6 * whole) << p;
-    for (const char* name : {"interleaved_1f1b", "zero_bubble", "zbv", "gpipe"}) {
+    for (const char* name : {"interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe"}) {
       const StepTime other = step_time(profiler, cluster, mesh, name);
       if (std::string(name) == "gpipe") {
         EXPECT_NEAR(other.total, t.total, 1e-3 * t.total);
@@ -240,7 +240,8 @@ TEST(StepTime, AStageHoldsItsOwnLayers) {
 TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
   const Cluster cluster = parse_cluster("h100x8:2");
   for (const char* mode : {"none", "full"})
-    for (const char* schedule : {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"}) {
+    for (const char* schedule :
+         {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"}) {
       const Config c = load_args(
           {"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16", "--device=cuda",
            "--data.sequence_length=4096", "--data.batch_size=1", "--mesh=pp=4,dp_shard=4,ep=2",
@@ -250,7 +251,9 @@ TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
       Profiler profiler(c);
       const double peak = step_time(profiler, cluster, mesh_shape(c), schedule).peak,
                    of_dry_run = static_cast<double>(estimate(c).peak);
-      EXPECT_GT(peak, 0.98 * of_dry_run) << peak / of_dry_run;
+      // Where dualpipev holds the most its backwards are whole, and need more for themselves.
+      const double least = schedule == std::string("dualpipev") ? 0.94 : 0.98;
+      EXPECT_GT(peak, least * of_dry_run) << peak / of_dry_run;
       EXPECT_LT(peak, 1.06 * of_dry_run) << peak / of_dry_run;
     }
 }
@@ -378,7 +381,7 @@ TEST(SearchTime, FindsTheFastestOfAllChoices) {
       };
       for (const MeshShape& mesh : all_mesh_shapes(2))
         if (mesh.cp == 1) add(mesh, "1f1b");  // sequences are too short for cp
-      for (const char* schedule : {"1f1b", "interleaved_1f1b", "zero_bubble", "zbv"})
+      for (const char* schedule : {"1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"})
         add({.pp = 2}, schedule);
     }
   ASSERT_GT(by_hand.size(), 80u);

@@ -6,6 +6,8 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/spmd/attach.h"
 #include "tests/spmd/device.h"
@@ -117,6 +119,36 @@ TEST(WeightsLater, LeavesTheSumOfWhatHasItsGradientAtOnce) {
         EXPECT_EQ(step.take_weights().size(), 0u);
       },
       test_options());
+}
+
+// A whole backward leaves nothing, also beside another one that ends first.
+TEST(WeightsLater, LeavesNothingWhereABackwardIsWhole) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const auto w = matrix("w", 2, 2);
+  StepState step;
+  {
+    const auto without_a_list = step.weights_at_once();
+  }
+  step.leave_weights();
+  const auto backward_once = [&] {
+    const at::Tensor of_w = local(use(w));
+    raw::run_backward([&] { of_w.sum().backward(); });
+    return step.take_weights();
+  };
+  auto first = std::make_unique<WeightsLater::AtOnce>(step.weights_at_once());
+  {
+    const auto second = step.weights_at_once();
+    EXPECT_EQ(backward_once().size(), 0u);
+    first.reset();
+    EXPECT_EQ(backward_once().size(), 0u);
+  }
+  EXPECT_EQ(w.stored().value.grad().sum().item<double>(), 2 * 4);
+  WeightHalf half = backward_once();
+  EXPECT_EQ(half.size(), 1u);
+  half.run();
+  EXPECT_EQ(w.stored().value.grad().sum().item<double>(), 3 * 4);
 }
 
 // Where nothing leads backward to it, or no weight has a list, there is nothing to put off.

@@ -102,7 +102,8 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   if (settings.take("one_document") != 0)
     more.push_back({"data.document_mask", std::string("false"), {"test"}});
   // The schedule of a pipeline; a model of three layers has no more than three stages.
-  for (const std::string schedule : {"gpipe", "interleaved_1f1b", "zero_bubble", "zbv"})
+  for (const std::string schedule :
+       {"gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"})
     if (settings.take(schedule) != 0)
       more.push_back({"parallelism.pipeline_parallel_schedule", schedule, {"test"}});
   if (const auto layers = settings.take("layers"); layers != 0)

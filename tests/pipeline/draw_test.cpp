@@ -13,6 +13,8 @@ TEST(Draw, ShowsEveryActionAndEveryWait) {
             "rank 0   F0 F1 ......B0    F2 B1    ...B2    \n"
             "rank 1   ...F0 B0    F1 B1    F2 B2    ......\n");
   EXPECT_EQ(draw_text(simulate(zbv(1, 1))), "rank 0   F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 \n");
+  // Two that are joined are one.
+  EXPECT_EQ(draw_text(simulate(one_f_one_b(1, 2, true))), "rank 0   F0 F1&B0    B1    \n");
 }
 
 TEST(Draw, FitsIntoColumns) {
@@ -42,15 +44,19 @@ TEST(Draw, AnSvgHasARectangleForEachAction) {
 // docs/pipeline.md shows what the program draws.
 TEST(Draw, ThePageHasThesePictures) {
   for (const auto& name : schedule_names()) {
-    const int v = name == "zbv" || name == "interleaved_1f1b" ? 2 : 1;
-    const std::string svg =
-        draw_svg(simulate(make_schedule(name, 4, v, 8)), name + ", 4 ranks, 8 micro-batches");
-    const std::string file = "/" + name + ".svg";
-    std::ostringstream shown;
-    shown << std::ifstream(MOESH_PICTURES + file).rdbuf();
-    if (shown.str() == svg) continue;
-    std::ofstream(MOESH_SCRATCH + file) << svg;
-    ADD_FAILURE() << "copy " << MOESH_SCRATCH << file << " to " << MOESH_PICTURES << file;
+    const int v = stages_of_a_rank(name) == 1 ? 1 : 2;
+    for (const bool is_joined : {false, true}) {
+      if (is_joined && !can_be_joined(name)) continue;
+      const std::string svg =
+          draw_svg(simulate(make_schedule(name, 4, v, 8, is_joined)),
+                   name + (is_joined ? ", joined" : "") + ", 4 ranks, 8 micro-batches");
+      const std::string file = "/" + name + (is_joined ? "_joined.svg" : ".svg");
+      std::ostringstream shown;
+      shown << std::ifstream(MOESH_PICTURES + file).rdbuf();
+      if (shown.str() == svg) continue;
+      std::ofstream(MOESH_SCRATCH + file) << svg;
+      ADD_FAILURE() << "copy " << MOESH_SCRATCH << file << " to " << MOESH_PICTURES << file;
+    }
   }
 }
 

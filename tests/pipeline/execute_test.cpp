@@ -49,17 +49,14 @@ class TimedActor : public Actor {
     arriving_[label(taker)] = {from, num_received_[from]++};
   }
   void run(const Action& a) override {
-    log.push_back(a);
-    const auto from = s_.source(a);
-    if (from && s_.rank_with(*from) == rank_) {
-      EXPECT_EQ(here_.erase(label(a)), 1u)
-          << "rank " << rank_ << " has no input of " << to_string(a);
-    } else if (from) {
-      receive(a);
-    }
+    take(a);
     work(a);
-    const auto to = s_.target(a);
-    if (to && s_.rank_with(*to) == rank_) here_.emplace(a.kind != forward, *to, a.micro_batch);
+    give(a);
+  }
+  void run_together(const Action& a, const Action& b) override {
+    take(a), take(b);
+    clock += time_together(a, b, costs_);
+    give(a), give(b);
   }
   void start_send(const Action& maker, int to) override {
     const std::lock_guard lock(post_.mutex);
@@ -98,6 +95,20 @@ class TimedActor : public Actor {
  private:
   static Label label(const Action& taker) {
     return {taker.kind != forward, taker.stage, taker.micro_batch};
+  }
+  void take(const Action& a) {
+    log.push_back(a);
+    const auto from = s_.source(a);
+    if (from && s_.rank_with(*from) == rank_) {
+      EXPECT_EQ(here_.erase(label(a)), 1u)
+          << "rank " << rank_ << " has no input of " << to_string(a);
+    } else if (from) {
+      receive(a);
+    }
+  }
+  void give(const Action& a) {
+    const auto to = s_.target(a);
+    if (to && s_.rank_with(*to) == rank_) here_.emplace(a.kind != forward, *to, a.micro_batch);
   }
   void receive(const Action& a) {
     ASSERT_TRUE(arriving_.contains(label(a))) << to_string(a) << " was not asked for in time";
@@ -146,8 +157,11 @@ std::vector<Schedule> schedules(int p, int m) {
   std::vector<Schedule> all;
   for (const std::string& name : schedule_names()) {
     const int v = stages_of_a_rank(name);
-    all.push_back(make_schedule(name, p, v == 0 ? 2 : v, m));
-    if (v == 0) all.push_back(make_schedule(name, p, 3, m));
+    for (const bool is_joined : {false, true}) {
+      if (is_joined && !can_be_joined(name)) continue;
+      all.push_back(make_schedule(name, p, v == 0 ? 2 : v, m, is_joined));
+      if (v == 0) all.push_back(make_schedule(name, p, 3, m, is_joined));
+    }
   }
   return all;
 }
@@ -161,6 +175,8 @@ TEST(Execute, TakesTheTimeThatTheSimulatorSays) {
           costs.stages.push_back({.forward = 1,
                                   .backward_input = 1.25,
                                   .backward_weight = 0.75,
+                                  .forward_links = 0.25 * (stage % 2),
+                                  .backward_links = 0.5,
                                   .transfer = 0.125 * (1 + stage % 3)});
         // And with no more messages under way than it needs.
         for (const bool is_bounded : {false, true}) {
@@ -227,6 +243,16 @@ TEST(Execute, AsksForAMessageOneActionAhead) {
             "<B0.0 <B0.1 F0.0 >F0.0 F0.1 >F0.1 .F0.0 F0.2 >F0.2 B0.0 <B0.2 B0.1 B0.2 .F0.1 .F0.2 ");
 }
 
+// Before two that are joined, what both of the next two take as well; what they give goes together.
+TEST(Execute, AsksForTheMessagesOfJoinedActionsTogether) {
+  WritingActor actor;
+  execute(one_f_one_b(3, 4, true), 1, actor, {.num_buffers = 2});
+  EXPECT_EQ(actor.text,
+            "<F1.0 <F1.1 F1.0 >F1.0 <F1.2 F1.1 >F1.1 <F1.3 .F1.0 F1.2 >F1.2 <B1.0 <B1.1 <B1.2 "
+            ".F1.1 F1.3 B1.0 >F1.3 >B1.0 B1.1 >B1.1 <B1.3 .B1.0 B1.2 >B1.2 .B1.1 B1.3 >B1.3 .B1.2 "
+            ".B1.3 .F1.2 .F1.3 ");
+}
+
 class FailingActor final : public Actor {
  public:
   void start_receive(const Action&, int) override {}
@@ -245,6 +271,15 @@ TEST(Execute, AnErrorNamesTheActionThatItWasIn) {
   } catch (const Error& e) {
     EXPECT_EQ(e.kind(), ErrorKind::comm);
     EXPECT_STREQ(e.what(), "rank 1 of pp, backward of stage 1 for micro-batch 1: rank 3 has left");
+  }
+  try {
+    execute(one_f_one_b(2, 5, true), 1, actor);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_STREQ(
+        e.what(),
+        "rank 1 of pp, forward of stage 1 for micro-batch 2 beside backward of stage 1 for "
+        "micro-batch 1: rank 3 has left");
   }
   // With one rank there is nothing to add to the message.
   EXPECT_THROW(

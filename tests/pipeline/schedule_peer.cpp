@@ -1,5 +1,5 @@
 // Prints a schedule for each line "name ranks stages-of-a-rank micro-batches": a line for each
-// rank.
+// rank. Two actions that are joined are one word, as in "F0.4+B3.1".
 
 #include <iostream>
 
@@ -9,8 +9,9 @@ int main() {
   std::string name;
   int p = 0, v = 0, m = 0;
   while (std::cin >> name >> p >> v >> m)
-    for (const auto& list : moesh::pipeline::make_schedule(name, p, v, m).ranks) {
-      for (const auto& a : list) std::cout << to_string(a) << ' ';
+    for (const auto& list :
+         moesh::pipeline::make_schedule(name, p, v, m, name == "dualpipev").ranks) {
+      for (const auto& a : list) std::cout << to_string(a) << (a.joins_next ? '+' : ' ');
       std::cout << '\n';
     }
 }

@@ -17,7 +17,54 @@ TEST(Schedule, EveryOneIsComplete) {
     EXPECT_EQ(c.schedule.num_stages, c.p * c.v);
     ++num_cases;
   });
-  EXPECT_GT(num_cases, 800);
+  EXPECT_GT(num_cases, 1600);
+}
+
+// Joined they do the same, and each rank does the backwards of a stage in the same order.
+TEST(Schedule, JoinedItDoesTheSame) {
+  each_case([&](const Case& c) {
+    if (!c.is_joined) return;
+    const Schedule apart = make_schedule(c.name, c.p, c.v, c.m);
+    EXPECT_EQ(c.schedule.rank_of, apart.rank_of);
+    for (int stage = 0; stage < apart.num_stages; ++stage)
+      for (const bool is_forward : {true, false}) {
+        const auto order = [&](const Schedule& s) {
+          std::vector<int> micro_batches;
+          for (const Action& a : s.ranks[static_cast<size_t>(s.rank_with(stage))])
+            if (a.stage == stage && a.kind != backward_weight && (a.kind == forward) == is_forward)
+              micro_batches.push_back(a.micro_batch);
+          return micro_batches;
+        };
+        EXPECT_EQ(order(c.schedule), order(apart));
+      }
+  });
+}
+
+size_t num_joined(const std::vector<Action>& list) {
+  return static_cast<size_t>(
+      std::count_if(list.begin(), list.end(), [](const Action& a) { return a.joins_next; }));
+}
+
+// All backwards but those after the last forward, or, in dualpipev, all of its main part.
+TEST(Schedule, JoinsAsManyAsThereAre) {
+  each_case([&](const Case& c) {
+    for (int r = 0; r < c.p; ++r) {
+      const auto& list = c.schedule.ranks[static_cast<size_t>(r)];
+      const int after = c.p - 1 - r;
+      int expected = 0;
+      if (c.is_joined && c.name == "1f1b") expected = c.m - (2 * after + 1);
+      if (c.is_joined && c.name == "interleaved_1f1b" && c.m % c.p == 0)
+        expected = c.v * c.m - ((c.v - 1) * c.p + 2 * after + 1);
+      else if (c.name == "interleaved_1f1b" && c.is_joined)
+        continue;
+      if (c.name == "dualpipev" && c.m < 2 * c.p) continue;
+      if (c.is_joined && c.name == "dualpipev")
+        expected = 2 * (c.m - 2 * c.p + r + 1) - (after == 0) + after;
+      EXPECT_EQ(num_joined(list), static_cast<size_t>(std::max(0, expected))) << "rank " << r;
+    }
+  });
+  const Schedule f = forwards_of(dualpipev(3, 8, true));
+  for (const auto& list : f.ranks) EXPECT_EQ(num_joined(list), 0u);
 }
 
 TEST(Schedule, SaysWhatIsWrongWithAList) {
@@ -44,6 +91,22 @@ TEST(Schedule, SaysWhatIsWrongWithAList) {
         std::iter_swap(find(list, {backward_input, 1, 0}), find(list, {backward_weight, 1, 0}));
       },
       "rank 1: W1.0 comes before the gradients of its inputs");
+  const auto joined = [&](Action a, const std::string& part) {
+    broken([&](auto& list) { find(list, a)->joins_next = true; }, part);
+  };
+  // F1.0 F1.1 I1.0 F1.2 I1.1 W1.0 F1.3 I1.2 W1.1 I1.3 W1.2 W1.3
+  joined({forward, 1, 0}, "rank 1: F1.0 is joined with F1.1; only a forward before a backward");
+  joined({backward_weight, 1, 0}, "rank 1: W1.0 is joined with F1.3; only");
+  joined({backward_weight, 1, 3}, "rank 1: W1.3 is joined with nothing; only");
+  broken(
+      [&](auto& list) {
+        std::swap(find(list, {forward, 1, 1})[0], find(list, {forward, 1, 1})[1]),
+            list[0].joins_next = true;
+      },
+      "rank 1: F1.0 is joined with I1.0; only a forward before a backward of another");
+  Schedule may = good;
+  find(may.ranks[1], {forward, 1, 1})->joins_next = true;
+  EXPECT_NO_THROW(check(may));
   Schedule s = gpipe(2, 2);
   s.ranks[0].clear();
   expect_error([&] { check(s); }, "rank 0: F0.0 is missing");
@@ -51,6 +114,11 @@ TEST(Schedule, SaysWhatIsWrongWithAList) {
 
 TEST(Schedule, RefusesNamesAndStagesThatDoNotFit) {
   expect_error([] { make_schedule("dualpipe", 2, 1, 4); }, "the schedules are gpipe, 1f1b, ");
+  expect_error([] { make_schedule("dualpipev", 2, 1, 4); },
+               "dualpipev has 2 stages a rank, and the plan has 1");
+  expect_error([] { make_schedule("zbv", 2, 2, 4, true); },
+               "zbv has no forward and backward of two micro-batches side by side; those that have "
+               "are 1f1b, interleaved_1f1b or dualpipev");
   expect_error([] { make_schedule("zbv", 2, 1, 4); },
                "zbv has 2 stages a rank, and the plan has 1");
   expect_error([] { make_schedule("1f1b", 2, 2, 4); }, "1f1b has 1 stages a rank");

@@ -30,6 +30,10 @@ TEST(Simulate, BubblesAreThoseOfTheFormulas) {
     // (p - 1) (F + I - W) of time, of 3 m work.
     if (c.name == "zero_bubble" && m >= 2 * p - 1)
       EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (3 * m + p - 1), 1e-12);
+    // (p - 1) (pair + B - 3 W) of time; apart, the p - 1 that ranks begin one after the other.
+    if (c.name == "dualpipev" && m >= 2 * p)
+      EXPECT_NEAR(s.bubble_fraction(),
+                  c.is_joined ? (p - 1) / (3 * m + p - 1) : (p - 1) / (6 * m + p - 1), 1e-12);
     // No rank waits once it has begun; they begin one after the other.
     if (c.name == "zbv" && m >= 2 * p - 1) {
       EXPECT_EQ(s.bubble_fraction_of_worst_rank(), 0);
@@ -46,13 +50,15 @@ TEST(Simulate, LiveActivationsAreThoseOfTheFormulas) {
     for (int r = 0; r < p; ++r) {
       const double peak = s.peak[static_cast<size_t>(r)];
       if (c.name == "gpipe") EXPECT_EQ(peak, m);
-      if (c.name == "1f1b") EXPECT_EQ(peak, std::min(m, p - r));
+      if (c.name == "1f1b") EXPECT_EQ(peak, std::min(m, c.is_joined ? 2 * (p - r) : p - r));
+      if (c.name == "dualpipev") EXPECT_LE(peak, 2 * std::min(m, p) + 1);
       if (c.name == "zero_bubble") EXPECT_EQ(peak, std::min(m, p));
       if (c.name == "zbv") EXPECT_LE(peak, 2 * std::min(m, p));
       if (c.name == "interleaved_1f1b" && m % p == 0)
-        EXPECT_EQ(peak, std::min(m * v, (v - 1) * p + 2 * (p - 1 - r) + 1));
+        EXPECT_EQ(peak, std::min(m * v, (v - 1) * p + 2 * (p - 1 - r) + 1 + c.is_joined));
     }
     if (c.name == "zbv") EXPECT_EQ(most(s.peak), 2 * std::min(m, p));
+    if (c.name == "dualpipev" && m >= 2 * p) EXPECT_EQ(most(s.peak), 2 * p + 1);
   });
 }
 
@@ -93,9 +99,14 @@ TEST(Simulate, NothingBeginsBeforeItsInput) {
           ends[{t.action.kind == forward, t.action.stage, t.action.micro_batch}] = t.end;
     for (const auto& list : s.ranks) {
       double free_from = 0;
+      bool is_second = false;
       for (const auto& [a, start, end] : list) {
-        EXPECT_GE(start, free_from);
+        if (is_second)
+          EXPECT_EQ(end, free_from);  // they begin and end together
+        else
+          EXPECT_GE(start, free_from);
         free_from = end;
+        is_second = a.joins_next;
         const int from = a.kind == forward ? a.stage - 1 : a.stage + 1;
         if (a.kind == backward_weight || from < 0 || from == c.schedule.num_stages) continue;
         const bool is_here = c.schedule.rank_of[static_cast<size_t>(from)] ==
@@ -108,8 +119,11 @@ TEST(Simulate, NothingBeginsBeforeItsInput) {
   });
 }
 
-// One buffer in each direction between two ranks is enough, but where stages come round.
-int least_buffers(const Case& c) { return c.name == "interleaved_1f1b" ? 2 + c.m % c.p : 1; }
+// One buffer in each direction between two ranks is enough, but where stages come round, and where
+// a rank is two micro-batches ahead of the next.
+int least_buffers(const Case& c) {
+  return c.name == "interleaved_1f1b" ? 2 + c.m % c.p : c.name == "1f1b" && c.is_joined ? 2 : 1;
+}
 
 TEST(Simulate, NoneDeadlocksWithFewBuffers) {
   each_case([](const Case& c) {
@@ -137,6 +151,49 @@ TEST(Simulate, FindsRanksThatWaitForEachOther) {
   expect_error([&] { simulate(s); },
                "wait for each other: rank 0 before B0.0 for its input, rank 1 before F1.1 for its "
                "input");
+}
+
+// 1F1B that runs no further ahead: the forward of one pair waits for the other pair, whose backward
+// waits for the first.
+TEST(Simulate, FindsJoinedActionsThatWaitForEachOther) {
+  Schedule s = one_f_one_b(2, 3);
+  s.ranks[0] = {{forward, 0, 0},       {forward, 0, 1, true}, {backward, 0, 0},
+                {forward, 0, 2, true}, {backward, 0, 1},      {backward, 0, 2}};
+  s.ranks[1] = {{forward, 1, 0},       {forward, 1, 1, true}, {backward, 1, 0},
+                {forward, 1, 2, true}, {backward, 1, 1},      {backward, 1, 2}};
+  expect_error([&] { simulate(s); },
+               "wait for each other: rank 0 before B0.0 for its input, rank 1 before F1.1 for its "
+               "input");
+  EXPECT_NO_THROW(simulate(one_f_one_b(2, 3, true)));
+}
+
+// A rank that has both computes one while it waits for rows of the other.
+TEST(Simulate, JoinedActionsHideTheirLinks) {
+  const auto together = [](const StageCosts& c) {
+    return time_together({forward, 0, 1}, {backward, 0, 0}, {.stages = {c}});
+  };
+  const StageCosts some{.forward = 3,
+                        .backward_input = 4,
+                        .backward_weight = 2,
+                        .forward_links = 1,
+                        .backward_links = 1.5};
+  EXPECT_EQ(together(some), 3 + 4 + 2 - 2.5);
+  EXPECT_EQ(time_together({forward, 0, 1}, {backward_input, 0, 0}, {.stages = {some}}),
+            3 + 4 - 2.5);
+  // Rows of both go over the same links.
+  EXPECT_EQ(together({.forward = 3,
+                      .backward_input = 4,
+                      .backward_weight = 1,
+                      .forward_links = 2.5,
+                      .backward_links = 3.5}),
+            2.5 + 3.5);
+  // And none is done before it would be by itself.
+  EXPECT_EQ(
+      together({.forward = 10, .backward_input = 1, .backward_weight = 1, .forward_links = 8}), 10);
+  const Simulation s = simulate(one_f_one_b(1, 3, true), {.stages = {some}});
+  EXPECT_EQ(s.time, 3 + 2 * 6.5 + 6);
+  EXPECT_EQ(s.busy[0], s.time);
+  EXPECT_EQ(simulate(one_f_one_b(1, 3), {.stages = {some}}).time, 3 * 9);
 }
 
 TEST(Simulate, FindsMessagesInAnotherOrder) {
@@ -194,6 +251,8 @@ TEST(Simulate, WaitsForEachLinkByItself) {
 TEST(Simulate, ChecksItsCosts) {
   EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{}, {}, {}}}), Error);
   EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{}}, .num_buffers = 0}), Error);
+  EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{.forward_links = 1.5}}}), Error);
+  EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{.backward_links = 1.5}}}), Error);
 }
 
 }  // namespace

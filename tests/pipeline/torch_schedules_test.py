@@ -13,7 +13,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B",
-         "zbv": "ZBVZeroBubble"}
+         "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 
 
 def zero_bubble_of(p, m):
@@ -28,8 +28,14 @@ def of_torch(name, p, v, m):
     lists = zero_bubble_of(p, m) if name == "zero_bubble" else get_schedule_ops(
         NAMES[name], p, m, v)
     # Where a rank waits they have nothing; and they reduce gradients by an action.
-    return [[f"{LETTERS[a.computation_type.name]}{a.stage_index}.{a.microbatch_index}"
-             for a in actions if a and a.computation_type.name in LETTERS] for actions in lists]
+    return [[word(a) for a in actions if a and (a.sub_actions or a.computation_type.name in LETTERS)]
+            for actions in lists]
+
+
+def word(action):
+    if action.sub_actions:
+        return "+".join(map(word, action.sub_actions))
+    return f"{LETTERS[action.computation_type.name]}{action.stage_index}.{action.microbatch_index}"
 
 
 def comparable(name, actions):
@@ -38,12 +44,15 @@ def comparable(name, actions):
 
 
 def cases():
-    """Where both have one: 1F1B of torch wants m >= p, and divides what p does not otherwise."""
+    """Where both have one: 1F1B of torch wants m >= p, and divides what p does not otherwise;
+    DualPipeV wants m >= 2p."""
     for p in range(2, 9):
         for m in range(1, 3 * p + 3):
             yield "gpipe", p, 1, m
             yield "zbv", p, 2, m
             yield "zero_bubble", p, 1, m
+            if m >= 2 * p:
+                yield "dualpipev", p, 2, m
             if m >= p:
                 yield "1f1b", p, 1, m
             for v in (2, 3, 4):

@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 #include <thread>
+#include <tuple>
 
 #include "moesh/comm/launch.h"
 #include "moesh/comm/nccl/nccl_group.h"
@@ -158,6 +159,55 @@ TEST(OverlapExperts, WithoutAWaitMicroBatchesGoInTheirOrder) {
   }
 }
 
+// The forward of one micro-batch beside the backward of another: not a bit changes, on either
+// world, and ranks with the same place on pp make their calls in one order.
+TEST(OverlapExperts, JoinedActionsOfAPipelineGiveTheSameBits) {
+  const std::vector<Args> modes{
+      {},
+      {"--activation_checkpoint.mode=full"},
+      {"--activation_checkpoint.mode=selective"},
+      {"--parallelism.fsdp_reshard_after_forward=false", "--parallelism.sequence_parallel=false"}};
+  for (const auto& [mesh, schedule, num_micro] :
+       std::vector<std::tuple<std::string, std::string, std::string>>{
+           {"pp=2,dp_shard=2,ep=2", "dualpipev", "5"},
+           {"pp=2,dp_shard=2,ep=2", "1f1b", "5"},
+           {"pp=2,dp_shard=2,ep=2", "interleaved_1f1b", "5"},
+           {"pp=2,tp=2,ep=2", "dualpipev", "3"},
+           {"pp=4,dp_shard=2,ep=2", "dualpipev", "9"},
+           {"pp=4,dp_shard=2,ep=2", "1f1b", "9"},
+           {"pp=4,tp=2,ep=2", "interleaved_1f1b", "9"}})
+    for (std::size_t m = 0; m < modes.size(); ++m) {
+      const bool is_large = mesh.starts_with("pp=4");
+      if (is_large && m % 2 == 0) continue;
+      Args off = modes[m];
+      for (const std::string& arg :
+           {"--mesh=" + mesh, "--parallelism.pipeline_parallel_schedule=" + schedule,
+            "--training.gradient_accumulation_steps=" + num_micro,
+            std::string("--model=deepseek_v3:tiny"), std::string("--dtype=float64"),
+            std::string("--parallelism.moe_dispatcher=") +
+                (m % 2 == 0 ? "all_to_all" : "all_gather"),
+            std::string("--model.num_layers=") + (is_large ? "8" : "4")})
+        off.push_back(arg);
+      Args on = off;
+      on.emplace_back("--parallelism.overlap_experts=true");
+      SCOPED_TRACE(mesh + " " + schedule + (modes[m].empty() ? "" : " " + modes[m][0]));
+      const auto expected = results(config_of(off), World::threads);
+      for (const World kind : {World::threads, World::nccl}) {
+        if (kind == World::nccl && (is_large || m > 1)) continue;
+        const auto found = results(config_of(on), kind);
+        const std::size_t num_of_stage = found.size() / (is_large ? 4 : 2);
+        for (std::size_t r = 0; r < found.size(); ++r) {
+          EXPECT_EQ(found[r].calls, found[r / num_of_stage * num_of_stage].calls);
+          EXPECT_NE(found[r].calls, expected[r].calls) << "another order of calls";
+          ASSERT_EQ(found[r].gradients.size(), expected[r].gradients.size());
+          for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+            EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i]))
+                << "rank " << r << ", parameter " << i;
+        }
+      }
+    }
+}
+
 // Which micro-batch a rank works on, and the rows that it begins to send or waits for. While those
 // of one micro-batch travel, the other one begins its own, in forward and in backward.
 class RowEvents final : public comm::ThreadObserver {
@@ -198,6 +248,40 @@ TEST(OverlapExperts, RowsOfOneTravelWhileTheOtherWorks) {
   EXPECT_EQ(on.at(2), 15);
 }
 
+// In a pipeline, where a forward and a backward are joined. Each stage of mixtral has a layer here:
+// a micro-batch moves rows four times in it, there and back in forward and in backward.
+TEST(OverlapExperts, RowsOfAForwardTravelWhileABackwardWorks) {
+  const auto counts_of = [](const std::string& is_on) {
+    const Config config = config_of(
+        {"--mesh=pp=2,dp_shard=2,ep=2", "--model=mixtral:tiny", "--model.num_layers=4",
+         "--parallelism.pipeline_parallel_schedule=dualpipev",
+         "--parallelism.moe_dispatcher=all_to_all", "--training.gradient_accumulation_steps=6",
+         "--parallelism.overlap_experts=" + is_on});
+    std::vector<std::map<std::size_t, int>> all(4);
+    comm::launch(
+        4,
+        [&](comm::Group& world) {
+          RowEvents events;
+          gradients_on(world, config);
+          all[static_cast<std::size_t>(world.rank())] = events.counts;
+        },
+        launch_options(config));
+    EXPECT_EQ(all[0], all[1]);
+    EXPECT_EQ(all[2], all[3]);
+    return std::pair(all[0], all[2]);
+  };
+  const int num_moves = 6 * 2 * 4;  // micro-batches x stages x moves
+  const auto [first_off, last_off] = counts_of("false");
+  EXPECT_EQ(first_off, (std::map<std::size_t, int>{{1, num_moves}}));
+  EXPECT_EQ(last_off, first_off);
+  // All that are joined but the first move of each pair are begun while another one is under way:
+  // 2 (m - 2p + r + 1) of rank r, one less on the last rank, and p - 1 - r more.
+  const auto [first, last] = counts_of("true");
+  EXPECT_EQ(first.at(2), (2 * 3 + 1) * 3);
+  EXPECT_EQ(last.at(2), (2 * 4 - 1) * 3);
+  for (const auto& of_rank : {first, last}) EXPECT_EQ(of_rank.at(1) + of_rank.at(2), num_moves);
+}
+
 // What goes wrong in the other thread of a rank is what the rank says.
 TEST(OverlapExperts, AFaultOfTheSecondIsThatOfTheRank) {
   class Fails final : public nn::Probe {
@@ -215,6 +299,28 @@ TEST(OverlapExperts, AFaultOfTheSecondIsThatOfTheRank) {
           },
           ErrorKind::data),
       {"micro-batch 1 is broken"});
+}
+
+// In a pipeline it is that of both actions, the forward's here.
+TEST(OverlapExperts, AFaultOfJoinedActionsNamesBoth) {
+  class Fails final : public nn::Probe {
+   public:
+    at::Tensor on_choice(const nn::Choice& c) override {
+      MOESH_CHECK(c.micro_batch != 3, ErrorKind::data, "micro-batch 3 is broken");
+      return c.experts_NK;
+    }
+  } probe;
+  expect_parts(error_of(
+                   [&] {
+                     results(config_of({"--mesh=pp=2,dp_shard=2,ep=2", "--model=mixtral:tiny",
+                                        "--training.gradient_accumulation_steps=4",
+                                        "--parallelism.overlap_experts=true"}),
+                             World::threads, &probe);
+                   },
+                   ErrorKind::data),
+               {"rank 0 of pp, forward of stage 0 for micro-batch 3 beside backward of stage 0 for "
+                "micro-batch 0: ",
+                "micro-batch 3 is broken"});
 }
 
 // NCCL hangs where two ranks call in different orders.

@@ -13,9 +13,9 @@
 namespace moesh::verify {
 namespace {
 
-// 333 meshes without pp, 67 of them of up to four ranks; with pp 13 of up to four, each with five
+// 333 meshes without pp, 67 of them of up to four ranks; with pp 13 of up to four, each with six
 // schedules, and 80 larger ones.
-constexpr std::size_t kUpToFour = 67 + 13 * 5, kAll = 333 + 13 * 5 + 80;
+constexpr std::size_t kUpToFour = 67 + 13 * 6, kAll = 333 + 13 * 6 + 80;
 
 std::vector<std::string> names(const Sweep& sweep) {
   std::vector<std::string> all;
@@ -129,7 +129,7 @@ TEST(MeshSweep, some_pipelines_of_every_kind_are_tied) {
   EXPECT_LE(kEveryTied * num_tied, num_pipelines);
   const auto& all = pipeline::schedule_names();
   EXPECT_EQ(schedules, std::set<std::string>(all.begin(), all.end()));
-  EXPECT_EQ(axes, (std::set<std::string>{"pp2", "pp3", "pp4", "pp5", "pp6", "dp_replicate",
+  EXPECT_EQ(axes, (std::set<std::string>{"pp2", "pp3", "pp4", "pp7", "pp8", "dp_replicate",
                                          "dp_shard", "cp", "tp", "ep", "etp"}));
 }
 
@@ -144,6 +144,7 @@ TEST(MeshSweep, pipelines_have_several_micro_batches) {
   EXPECT_EQ(of({"--mesh=pp=3", "--training.gradient_accumulation_steps=1"}), 1);
   EXPECT_EQ(of({"--mesh=pp=3", "--training.gradient_accumulation_steps=7"}), 7);
   EXPECT_EQ(of({"--mesh=pp=3", "--training.global_batch_size=4"}), 2);
+  EXPECT_EQ(of({"--mesh=pp=3", "--parallelism.overlap_experts=true"}), 7);
 }
 
 TEST(MeshSweep, every_mesh_is_in_one_shard) {
@@ -187,12 +188,12 @@ TEST(MeshSweep, says_what_it_cannot_take) {
   for (const char* text : {"", "1", "0/2", "3/2", "1/", "/2", "1/2/3", "a/b"})
     EXPECT_THROW(parse_shard(text), Error) << text;
   Sweep sweep = parse_sweep("2");
-  sweep.shard = {16, 17};
+  sweep.shard = {17, 18};
   EXPECT_NO_THROW(sweep.meshes());
-  sweep.shard = {17, 17};
+  sweep.shard = {18, 18};
   EXPECT_THROW(sweep.meshes(), Error);
   sweep = parse_sweep("2");
-  sweep.sample = MeshSample{17};
+  sweep.sample = MeshSample{18};
   EXPECT_THROW(sweep.meshes(), Error);
 }
 
