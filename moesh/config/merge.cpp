@@ -43,19 +43,22 @@ std::string list_near(const std::string& name) {
   const auto* value = std::get_if<std::string>(&s.value);
   const auto answer = answer_to(s.name, value ? *value : formats::to_toml(s.value));
   const std::string list = list_near(s.name);
+  const auto nearest = nearest_name(s.name, known);
   std::string hint =
       !list.empty() ? detail::concat(list, " is a list: write each entry below a line [[", list,
                                      "]], or on the command line --", list, ".0.path=FILE")
-      : !answer     ? detail::concat("the nearest known ", on_line ? "option" : "key", " is --",
-                                     nearest_name(s.name, known))
-                    : (answer->starts_with("--") ? "here it is " : "") + *answer;
+      : answer      ? (answer->starts_with("--") ? "here it is " : "") + *answer
+      : nearest
+          ? detail::concat("the nearest known ", on_line ? "option" : "key", " is --", *nearest)
+          : "";
   if (!on_line && list.empty())  // a file has keys, without dashes
     for (auto at = hint.find("--"); at != std::string::npos; at = hint.find("--"))
       hint.erase(at, 2);
-  throw Error(
-      ErrorKind::config,
-      detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,
-                     on_line ? " (command line); " : "; ", hint, ", and --help lists all"));
+  throw Error(ErrorKind::config,
+              detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ",
+                             s.name, on_line ? " (command line); " : "; ", hint,
+                             hint.empty() ? "moesh help COMMAND lists the options"
+                                          : ", and --help lists all"));
 }
 
 // A number of [model] that no model could have.
@@ -70,9 +73,10 @@ void check_range(const Setting& s, const models::ModelKey& key, const Value& val
 }
 
 std::string axis_hint(const std::string& axis, const std::vector<std::string>& axes) {
-  const auto elsewhere = axis_elsewhere(axis);
-  if (!elsewhere) return "the nearest is " + nearest_name(axis, axes);
-  return "here it is " + *elsewhere;
+  if (axis == "efsdp") return "it follows from the others: leave it out, and ";
+  if (const auto elsewhere = axis_elsewhere(axis)) return "here it is " + *elsewhere + ", and ";
+  const auto nearest = nearest_name(axis, axes);
+  return nearest ? "the nearest is " + *nearest + ", and " : "";
 }
 
 // How a short form is written at `origin`: --mesh on the command line.
@@ -95,11 +99,9 @@ Settings expand_mesh(const std::string& text, const std::string& origin) {
                 "): '", word, "' has no size; write axes as in ", mesh, " dp_shard=2,tp=2,ep=4");
     const std::string axis = word.substr(0, equals);
     const auto found = std::find(axes.begin(), axes.end(), axis);
-    MOESH_CHECK(
-        found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
-        "): there is no axis '", axis, "' to set; ",
-        axis == "efsdp" ? "it follows from the others: leave it out" : axis_hint(axis, axes),
-        ", and the axes are ", axes);
+    MOESH_CHECK(found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
+                "): there is no axis '", axis, "' to set; ", axis_hint(axis, axes), "the axes are ",
+                axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
     MOESH_CHECK(!s.is_text, ErrorKind::config, mesh, " ", text, " (", origin, "): the axis ", axis,
                 " has two sizes; keep one of them");

@@ -443,6 +443,7 @@ TEST(Config, MeshIsShortForAllDegrees) {
   expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
                                      "pp, dp_replicate, dp_shard, cp, tp, ep, etp"});
   expect_parts(error("dp=2"), {"no axis 'dp'", "here it is dp_shard", "and the axes are"});
+  expect_parts(error("zebra=2"), {"no axis 'zebra' to set; the axes are"});
   expect_parts(error("pipeline=2"), {"no axis 'pipeline'", "here it is pp"});
   EXPECT_EQ(mesh_shape(load_config({"--mesh", "pp=3,tp=2"})).pp, 3);
   expect_parts(error("tp"), {"'tp' has no size"});
@@ -546,7 +547,21 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
       {"output-dir", "x", "--checkpoint.folder for checkpoints, --metrics.folder"},
       {"resume", "true", "--checkpoint.enable"},
       {"gradient_checkpointing", "true", "--activation_checkpoint.mode=full"},
-      {"train_micro_batch_size_per_gpu", "1", "--data.batch_size"}};
+      {"train_micro_batch_size_per_gpu", "1", "--data.batch_size"},
+      {"expert-parallel", "2", "--parallelism.expert_parallel_degree"},
+      {"data-parallel", "4", "--mesh dp_shard=4"},
+      {"parallelism.tp", "2", "--mesh tp=2"},
+      {"mesh.tp", "2", "--mesh tp=2"},
+      {"num-experts-per-token", "2", "--model.top_k"},
+      {"aux-loss-weight", "0.1", "--moe.balance_loss_weight"},
+      {"batch", "4", "--data.batch_size"},
+      {"seqlen", "64", "--data.sequence_length"},
+      {"heads", "8", "--model.num_heads"},
+      {"experts", "8", "--model.num_experts"},
+      {"gbs", "8", "--training.global_batch_size"},
+      {"checkpoint.dir", "x", "--checkpoint.folder"},
+      {"iterations", "9", "--training.steps"},
+      {"dataset", "a.txt", "--data.path"}};
   for (const auto& [name, value, answer] : asked)
     EXPECT_TRUE(answer_to(name, value).value_or("nothing").starts_with(answer))
         << name << ": " << answer_to(name, value).value_or("nothing");
@@ -558,6 +573,14 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
                {"unknown option --tp (command line); here it is --mesh tp=2"});
   expect_parts(error({"--lora.r=8"}), {"unknown option --lora.r", "here it is --lora.rank"});
   expect_parts(error({"--bf16"}), {"here it is --training.dtype=bfloat16"});
+  // No option is near these.
+  const TemporaryFile file("run.toml", "[optimizer]\nzebra = 1\n");
+  for (const std::vector<std::string>& args :
+       {std::vector<std::string>{"--training.zebra=1"}, {"--zebra"}, {"--config", file.path()}}) {
+    const std::string said = error(args);
+    expect_parts(said, {"zebra", "; moesh help COMMAND lists the options"});
+    EXPECT_EQ(said.find("nearest"), std::string::npos) << said;
+  }
 
   // Every option that an answer names exists, or is a key that some model has; no name is there
   // twice.
