@@ -9,6 +9,7 @@
 #include "moesh/config/tables.h"
 #include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/hub.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::config {
@@ -132,17 +133,10 @@ bool is_there_as_file(const std::string& text) {
   }
 }
 
-// For a folder that is not there. "deepseek-ai/DeepSeek-V3" is a name of the Hugging Face hub.
+// For a folder that is not there.
 std::string how_to_get(const std::string& folder) {
-  const auto slash = folder.find('/');
-  const bool is_hub_name = slash != std::string::npos && slash == folder.rfind('/') && slash > 0 &&
-                           slash + 1 < folder.size() && folder[0] != '.';
-  if (!is_hub_name) return "name the folder that holds the model's config.json";
-  const std::string local = folder.substr(slash + 1);
-  return detail::concat(
-      "if it is the name of a model on the Hugging Face hub: moesh downloads nothing; get the "
-      "folder with `hf download ",
-      folder, " --local-dir ", local, "`, then write --model hf:", local);
+  const std::string cure = formats::how_to_download(folder, "--model hf:");
+  return cure.empty() ? "name the folder that holds the model's config.json" : cure;
 }
 
 // "deepseek_v3:tiny"; without a size only the name. "hf:FOLDER" is a folder.

@@ -170,6 +170,18 @@ def bad_values_name_the_option(tmp, moesh):
     assert subprocess.run([moesh, "estimate", "--memory", "80GiB"], capture_output=True).returncode == 0
 
 
+def names_of_a_hub_are_not_downloaded(tmp, moesh):
+    """Wherever a folder or a tokenizer is named, the way to get it is said."""
+    (tmp / "a.txt").write_text("text\n" * 100)
+    text = ["--data.path", str(tmp / "a.txt"), "--model.vocab_size=257", f"--metrics.folder={tmp}"]
+    for command in (["train", "--model", "hf:org/name"], ["train", "--checkpoint.initial_load=org/name"],
+                    ["train", *TINY, *text, "--checkpoint.initial_load=org/name"],
+                    ["train", *TINY, *text, "--data.tokenizer=org/name"], ["train", *TINY, *text, "--lora.adapter=org/name"],
+                    ["generate", "org/name", "--prompt-ids", "1"], ["convert", "org/name", str(tmp / "out")],
+                    ["tokenize", "--tokenizer", "org/name", "--out", str(tmp / "out"), str(tmp / "a.txt")]):
+        fails([moesh, *command], "org/name", "moesh downloads nothing", "`hf download org/name --local-dir name`")
+
+
 def nothing_is_written_nowhere(tmp, moesh):
     """An empty metrics.folder is nowhere."""
     run = subprocess.run([moesh, "train", *TINY, "--steps", "1", "--metrics.folder="], cwd=tmp, capture_output=True, text=True,
