@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "moesh/base/text.h"
 #include "moesh/config/guess.h"
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
@@ -287,6 +288,17 @@ void apply_key(Config& config, const Setting& s) {
   config.origins[s.name] = s.origin;
 }
 
+// Without a size, as a run prints the model of a folder, every key must say what it is.
+void check_keys_given(const Config& config, const Settings& settings) {
+  if (!config.model.size.empty()) return;
+  for (const auto& [key, value] : model_values(config))
+    MOESH_CHECK(std::any_of(settings.begin(), settings.end(),
+                            [&](const Setting& s) { return s.name == key; }),
+                ErrorKind::config, describe_option(config, "model.size"), ", and ", key,
+                " is not set; set every key of [model], or model.size to ",
+                joined_by_or(models::model_sizes(config.model.name)));
+}
+
 // The one place in which a Config changes: the copy that becomes the result.
 Config closed(Config config, const Settings& settings, const std::optional<RequestedModel>& model) {
   for (const Setting& s : settings)
@@ -294,15 +306,16 @@ Config closed(Config config, const Settings& settings, const std::optional<Reque
   ModelSection& m = config.model;
   if (model) {
     m.architecture = model->architecture, m.name = models::name(m.architecture);
-    if (!model->folder.empty()) m.folder = model->folder;
     const auto sizes = models::model_sizes(m.name);
-    if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
+    if (!model->folder.empty()) m.folder = model->folder, m.size.clear();
+    if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size.clear();
     config.origins["model.name"] = config.origins["model.size"] = {model->origin};
     for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
   } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
     check_option(config, "model.size");
-    m.architecture = models::built_in(m.name, m.size), m.folder.clear();
+    m.architecture = built_in_model(m), m.folder.clear();
     std::erase_if(config.origins, [](const auto& entry) { return is_model_key(entry.first); });
+    check_keys_given(config, settings);
   }
   for (const Setting& s : settings)
     if (is_model_key(s.name)) apply_key(config, s);

@@ -369,6 +369,7 @@ void check_option(const Config& config, const std::string& option) {
   ValueRule rule = o.rule;
   if (option == "model.size") {  // it depends on the model
     check_option(config, "model.name");
+    if (config.model.size.empty()) return;
     rule.choices = models::model_sizes(config.model.name);
   }
   MOESH_CHECK(rule.allows(o.get(config)), ErrorKind::config, text, "; it takes ",

@@ -234,6 +234,15 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
   EXPECT_EQ(model_values(bare), values);
   EXPECT_EQ(bare.origin("model.dim").text, path + "/config.json");
   EXPECT_EQ(bare.checkpoint.initial_load, "") << "there are no weights";
+  // It has no built-in size, and a file that says all of its keys needs none.
+  EXPECT_EQ(bare.origin("moe.balance_loss_weight").text, path + "/config.json");
+  const std::string text_of_bare = print_config(bare);
+  EXPECT_EQ(text_of_bare.find("tiny"), std::string::npos) << text_of_bare;
+  const TemporaryFile printed_bare("printed.toml", text_of_bare);
+  const Config read_back = load_config({"--config", printed_bare.path()});
+  EXPECT_EQ(read_back.model.size, "");
+  EXPECT_EQ(model_title(read_back), "qwen3_moe");
+  EXPECT_EQ(numbers_of(read_back), numbers_of(bare));
 
   std::ofstream(path + "/model.safetensors") << "weights";
   const Config config = load_config({"--model", "hf:" + path, "--model.top_k=1"});
@@ -286,6 +295,8 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
       message({"--model=hf:" + path, "--model.size=tiny"}),
       {"model.folder is '" + path, "model.size is 'tiny' (command line)", "leave out one"});
   expect_parts(message({"--model=hf:"}), {"model.folder (command line) has no value"});
+  expect_parts(message({"--model=qwen3_moe:", "--model.vocab_size=96"}),
+               {"model.size is \"\" (command line), and model.", " is not set", "tiny, debug"});
   expect_parts(message({"--model=hf:" + path + "/nowhere"}),
                {"/nowhere' (command line), and there is no such folder", "config.json"});
   for (const char* given :
@@ -372,8 +383,7 @@ TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
                    RequestedModel{model, "a file"})
         .model.size;
   };
-  const auto sizes = models::model_sizes("gpt_oss");
-  EXPECT_EQ(size_of("671b"), sizes.front());
+  EXPECT_EQ(size_of("671b"), "") << "gpt_oss has no such size";
   EXPECT_EQ(size_of("tiny"), "tiny");
   EXPECT_EQ(size_of("debug"), "debug");
   EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), RequestedModel{model, "a file"}), Error);
