@@ -19,6 +19,7 @@
 #include "moesh/formats/adapter_config.h"
 #include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/hub.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/safetensors.h"
 
@@ -395,6 +396,7 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
 }
 
 std::string read_config(const std::filesystem::path& folder) {
+  formats::refuse_hub_name(folder.string());
   const bool has_manifest = formats::exists(folder / formats::kManifestFile);
   const formats::Manifest manifest =
       has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};

@@ -119,12 +119,11 @@ std::string usage_of(const Command& command) {
 [[noreturn]] void throw_no_option(const Command& command, const std::string& arg) {
   std::vector<std::string> known;
   for (const CommandOption& o : command.options) known.push_back(o.name);
-  const std::string nearest =
-      known.empty() ? ""
-                    : "the nearest that it has is " +
-                          config::nearest_name(arg.substr(0, arg.find('=')), known) + "; ";
-  throw Error(ErrorKind::config, detail::concat(command.name, " has no option '", arg, "'; ",
-                                                nearest, usage_of(command)));
+  const auto nearest = config::nearest_name(arg.substr(0, arg.find('=')), known);
+  throw Error(ErrorKind::config,
+              detail::concat(command.name, " has no option '", arg, "'; ",
+                             nearest ? "the nearest that it has is " + *nearest + "; " : "",
+                             usage_of(command)));
 }
 
 }  // namespace

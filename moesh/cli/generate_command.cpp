@@ -16,6 +16,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/hub.h"
 #include "moesh/formats/json.h"
 #include "moesh/generate/generate.h"
 #include "moesh/kernels/memory.h"
@@ -31,6 +32,7 @@ constexpr std::int64_t kDefaultTokens = 64;
 
 // The folder itself, or the newest checkpoint of a run's folder.
 std::filesystem::path model_folder(const std::filesystem::path& folder, const Arguments& given) {
+  formats::refuse_hub_name(folder.string());
   MOESH_CHECK(formats::exists(folder), ErrorKind::config, "there is no '", folder.string(), "'; ",
               given.usage());
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "'", folder.string(),

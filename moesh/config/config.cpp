@@ -14,14 +14,17 @@ namespace moesh::config {
 
 Origin Config::origin(const std::string& option) const {
   if (const auto found = origins.find(option); found != origins.end()) return found->second;
+  const auto of_model = [this] {
+    return model.size.empty() ? origin("model.name").text : model.name + ":" + model.size;
+  };
   if (const Option* o = find_option(option)) {
     const bool is_default = o->get(*this) == o->default_in(*this);
-    if (is_default && o->of_model) return {model.name + ":" + model.size, true};
+    if (is_default && o->of_model) return {of_model(), true};
     return {is_default ? "default" : "set by the program", is_default};
   }
   if (const auto cell = find_cell(option)) return {"default", true};
   MOESH_CHECK(model_value(*this, option), "no option is called ", option);
-  return {model.name + ":" + model.size, true};
+  return {of_model(), true};
 }
 
 MeshShape mesh_shape(const Config& config) {

@@ -29,7 +29,7 @@ using Value = formats::TomlValue;
 
 struct ModelSection {
   std::string name = "deepseek_v3";
-  std::string size = "tiny";
+  std::string size = "tiny";  // empty: of a folder, whose keys are all given
   /// The built-in configuration of that name and size, changed by the further keys of [model].
   models::AnyConfig architecture = models::built_in("deepseek_v3", "tiny");
   /// Where it comes from a config.json, which may say more than the keys do.
@@ -225,7 +225,8 @@ struct Config {
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
   /// Where an option was set, else "default" or "set by the program". For what the model
-  /// decides, its keys, and options with its default that the user has not set: "deepseek_v3:tiny".
+  /// decides, its keys, and options with its default that the user has not set: "deepseek_v3:tiny",
+  /// or the config.json that says what the model is.
   Origin origin(const std::string& option) const;
 };
 

@@ -28,15 +28,20 @@ std::string after_last_dot(const std::string& name) { return name.substr(name.rf
 
 }  // namespace
 
-std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names) {
-  std::string best;
+std::optional<std::string> nearest_name(const std::string& wrong,
+                                        const std::vector<std::string>& names) {
+  const std::string key = after_last_dot(wrong);
+  std::optional<std::string> best;
   std::size_t best_cost = std::string::npos;
   for (const std::string& name : names) {
     // The right key in a wrong section, or in none, is nearer than the right section with a wrong
     // key.
-    const std::size_t cost = std::min(
-        edit_distance(wrong, name), edit_distance(after_last_dot(wrong), after_last_dot(name)) + 1);
-    if (cost < best_cost) {
+    const std::size_t of_all = edit_distance(wrong, name),
+                      of_key = edit_distance(key, after_last_dot(name));
+    // A key of which more than half is wrong is another word, whatever its section is.
+    const bool is_near = of_key <= key.size() / 2 || (key == wrong && of_all <= wrong.size() / 2);
+    const std::size_t cost = std::min(of_all, of_key + 1);
+    if (is_near && cost < best_cost) {
       best = name;
       best_cost = cost;
     }
@@ -48,7 +53,7 @@ const std::vector<Guesses>& guesses() {
   static const std::vector<Guesses> all{
       {"--training.steps",
        {"train_iters", "max_steps", "num_steps", "iters", "max_iters", "lr_decay_iters",
-        "total_steps"}},
+        "total_steps", "iterations", "num_iterations", "train_steps"}},
       {"--training.seed", {"seed", "random_seed", "manual_seed"}},
       {"--training.dtype=bfloat16", {"bf16", "bfloat16"}},
       {"--training.dtype=float32", {"fp32", "float32", "tf32"}},
@@ -63,21 +68,23 @@ const std::vector<Guesses>& guesses() {
        {"clip_grad", "max_grad_norm", "gradient_clipping", "grad_clip", "clip_grad_norm",
         "gradient_clip_val"}},
       {"--training.max_minutes", {"exit_duration_in_mins", "time_limit"}},
-      {"--training.global_batch_size", {"global_batch_size", "train_batch_size"}},
+      {"--training.global_batch_size",
+       {"global_batch_size", "train_batch_size", "gbs", "global_batch"}},
       {"--training.gradient_accumulation_steps",
        {"gradient_accumulation_steps", "grad_accum", "grad_accum_steps", "accumulate_grad_batches",
         "num_micro_batches"}},
 
       {"--data.batch_size",
        {"batch_size", "micro_batch_size", "local_batch_size", "per_device_train_batch_size",
-        "train_micro_batch_size_per_gpu", "bs", "mbs"}},
+        "train_micro_batch_size_per_gpu", "bs", "mbs", "batch", "micro_batch", "batchsize"}},
       {"--data.sequence_length",
        {"sequence_length", "seq_len", "seq_length", "max_seq_length", "max_seq_len", "max_length",
-        "context_length", "block_size", "n_ctx", "length"}},
+        "context_length", "block_size", "n_ctx", "length", "seqlen", "seq", "sequence",
+        "max_seqlen", "context_len"}},
       {"--data.path",
        {"data_path", "dataset_path", "train_file", "train_data", "train_data_path", "dataset_name",
-        "data"}},
-      {"--data.kind", {"dataset", "dataset_type"}},
+        "data", "dataset"}},
+      {"--data.kind", {"dataset_type"}},
       {"--data.tokenizer",
        {"tokenizer", "tokenizer_path", "tokenizer_model", "tokenizer_name", "hf_assets_path"}},
       {"--data.packing", {"packing", "pack"}},
@@ -100,13 +107,18 @@ const std::vector<Guesses>& guesses() {
       {"--lr_scheduler.min_lr_factor, a fraction of optimizer.lr", {"min_lr", "lr_min"}},
 
       {"--parallelism.tensor_parallel_degree",
-       {"tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "tp_degree"}},
-      {"--parallelism.context_parallel_degree", {"context_parallel_size", "cp_size", "cp_degree"}},
+       {"tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel", "tp_size",
+        "tp_degree"}},
+      {"--parallelism.context_parallel_degree",
+       {"context_parallel_size", "context_parallel", "cp_size", "cp_degree"}},
       {"--parallelism.expert_parallel_degree",
-       {"expert_model_parallel_size", "expert_parallel_size", "ep_size", "ep_degree"}},
-      {"--parallelism.expert_tensor_parallel_degree", {"expert_tensor_parallel_size"}},
+       {"expert_model_parallel_size", "expert_parallel_size", "expert_parallel", "ep_size",
+        "ep_degree"}},
+      {"--parallelism.expert_tensor_parallel_degree",
+       {"expert_tensor_parallel_size", "expert_tensor_parallel"}},
       {"--parallelism.pipeline_parallel_degree",
-       {"pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size", "pp_degree"}},
+       {"pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel", "pp_size",
+        "pp_degree"}},
       {"--parallelism.pipeline_parallel_schedule", {"pp_schedule", "schedule"}},
       {"--parallelism.data_parallel_shard_degree",
        {"use_distributed_optimizer", "zero_stage", "zero", "zero_optimization"}},
@@ -117,13 +129,16 @@ const std::vector<Guesses>& guesses() {
 
       {"--model.dim", {"hidden_size", "hidden_dim", "d_model", "n_embd", "embed_dim"}},
       {"--model.num_layers", {"num_layers", "num_hidden_layers", "n_layers", "n_layer", "layers"}},
-      {"--model.num_heads", {"num_attention_heads", "num_heads", "n_heads", "n_head"}},
-      {"--model.num_kv_heads", {"num_query_groups", "num_key_value_heads", "n_kv_heads"}},
+      {"--model.num_heads", {"num_attention_heads", "num_heads", "n_heads", "n_head", "heads"}},
+      {"--model.num_kv_heads",
+       {"num_query_groups", "num_key_value_heads", "n_kv_heads", "kv_heads"}},
       {"--model.ffn", {"ffn_hidden_size", "intermediate_size"}},
       {"--model.moe_ffn", {"moe_ffn_hidden_size", "moe_intermediate_size", "moe_inter_dim"}},
       {"--model.num_experts",
-       {"num_experts", "n_experts", "num_local_experts", "n_routed_experts"}},
-      {"--model.top_k", {"moe_router_topk", "num_experts_per_tok", "top_k", "topk"}},
+       {"num_experts", "n_experts", "num_local_experts", "n_routed_experts", "experts"}},
+      {"--model.top_k",
+       {"moe_router_topk", "num_experts_per_tok", "num_experts_per_token", "experts_per_token",
+        "top_k", "topk"}},
       {"--model.vocab_size", {"vocab_size", "vocab"}},
       {"--model.rope_theta", {"rotary_base", "rope_theta"}},
       {"--model.norm_eps", {"rms_norm_eps", "layernorm_epsilon", "norm_epsilon"}},
@@ -132,7 +147,8 @@ const std::vector<Guesses>& guesses() {
       {"--model hf:FOLDER", {"model_name_or_path", "model_path", "pretrained", "model_dir"}},
 
       {"--moe.balance_loss_weight",
-       {"moe_aux_loss_coeff", "aux_loss", "switch_loss_weight", "sequence_loss_weight"}},
+       {"moe_aux_loss_coeff", "aux_loss", "aux_loss_weight", "aux_loss_coef", "aux_loss_coeff",
+        "balance_loss_coeff", "switch_loss_weight", "sequence_loss_weight"}},
       {"--moe.balance_over", {"moe_router_load_balancing_type"}},
       {"--model.balance_loss", {"router_aux_loss_coef"}},
       {"--moe.z_loss_weight", {"moe_z_loss_coeff", "z_loss"}},
@@ -144,7 +160,9 @@ const std::vector<Guesses>& guesses() {
 
       {"--checkpoint.folder for checkpoints, --metrics.folder for metrics",
        {"output_dir", "output", "out", "out_dir", "outdir", "work_dir", "default_root_dir"}},
-      {"--checkpoint.folder", {"save", "save_dir", "checkpoint_dir", "ckpt_dir", "ckpt"}},
+      {"--checkpoint.folder",
+       {"save", "save_dir", "checkpoint_dir", "ckpt_dir", "ckpt", "checkpoint.dir",
+        "checkpoint.path"}},
       {"--checkpoint.initial_load", {"load", "initial_load_path", "init_from", "load_checkpoint"}},
       {"--checkpoint.enable, which also resumes from the newest checkpoint in checkpoint.folder",
        {"resume", "resume_from_checkpoint", "enable_checkpoint", "auto_resume"}},
@@ -153,7 +171,7 @@ const std::vector<Guesses>& guesses() {
       {"--checkpoint.keep_latest_k", {"save_total_limit", "keep_last"}},
       {"--checkpoint.async", {"async_mode", "async_save"}},
 
-      {"--metrics.folder", {"dump_folder", "log_dir", "logdir", "logging_dir"}},
+      {"--metrics.folder", {"dump_folder", "log_dir", "logdir", "logging_dir", "metrics.dir"}},
       {"--metrics.log_freq", {"log_interval", "logging_steps", "log_every", "log_freq"}},
       {"--metrics.enable_tensorboard", {"tensorboard", "tensorboard_dir", "report_to"}},
       {"--profile.steps, as in --profile.steps=10:12",
@@ -186,8 +204,9 @@ const std::vector<Guesses>& guesses() {
 
 std::optional<std::string> axis_elsewhere(const std::string& axis) {
   static const std::map<std::string, std::string> names{
-      {"dp", "dp_shard"}, {"fsdp", "dp_shard"}, {"ddp", "dp_replicate"}, {"hsdp", "dp_replicate"},
-      {"expert", "ep"},   {"tensor", "tp"},     {"context", "cp"},       {"pipeline", "pp"}};
+      {"dp", "dp_shard"},      {"fsdp", "dp_shard"},     {"data_parallel", "dp_shard"},
+      {"ddp", "dp_replicate"}, {"hsdp", "dp_replicate"}, {"expert", "ep"},
+      {"tensor", "tp"},        {"context", "cp"},        {"pipeline", "pp"}};
   const auto found = names.find(axis);
   return found == names.end() ? std::nullopt : std::optional(found->second);
 }
@@ -195,17 +214,20 @@ std::optional<std::string> axis_elsewhere(const std::string& axis) {
 std::optional<std::string> answer_to(const std::string& wrong, const std::string& value) {
   std::string name = wrong;
   std::replace(name.begin(), name.end(), '-', '_');
+  const std::string key = after_last_dot(name);
   for (const Degree& d : degrees())
-    if (d.axis == axis_elsewhere(name).value_or(name))
+    if (d.axis == axis_elsewhere(key).value_or(key))
       return "--mesh " + d.axis + "=" + (value.empty() || value == "true" ? "2" : value);
   const auto find = [](const std::string& text) -> std::optional<std::string> {
     for (const Guesses& g : guesses())
       if (std::find(g.names.begin(), g.names.end(), text) != g.names.end()) return g.answer;
     return std::nullopt;
   };
-  // A key that is known elsewhere, in whatever section; else any key of a section that is.
-  const auto key = find(after_last_dot(name));
-  return key ? key : find(name.substr(0, name.find('.')) + ".");
+  // In its section; a key that is known elsewhere, in whatever section; any key of a section that
+  // is.
+  for (const std::string& text : {name, key, name.substr(0, name.find('.')) + "."})
+    if (auto answer = find(text)) return answer;
+  return std::nullopt;
 }
 
 }  // namespace moesh::config

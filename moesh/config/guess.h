@@ -8,8 +8,9 @@
 namespace moesh::config {
 
 /// The one among `names` that a user most likely meant by `wrong`: few letters differ, or
-/// the key is in another section.
-std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
+/// the key is in another section. Nothing: more than half of the word is wrong.
+std::optional<std::string> nearest_name(const std::string& wrong,
+                                        const std::vector<std::string>& names);
 
 /// Names that other frameworks (torchtitan, Megatron, transformers, DeepSpeed) have for an option,
 /// or that people guess.

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "moesh/base/text.h"
 #include "moesh/config/guess.h"
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
 #include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/hub.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::config {
@@ -43,19 +45,22 @@ std::string list_near(const std::string& name) {
   const auto* value = std::get_if<std::string>(&s.value);
   const auto answer = answer_to(s.name, value ? *value : formats::to_toml(s.value));
   const std::string list = list_near(s.name);
+  const auto nearest = nearest_name(s.name, known);
   std::string hint =
       !list.empty() ? detail::concat(list, " is a list: write each entry below a line [[", list,
                                      "]], or on the command line --", list, ".0.path=FILE")
-      : !answer     ? detail::concat("the nearest known ", on_line ? "option" : "key", " is --",
-                                     nearest_name(s.name, known))
-                    : (answer->starts_with("--") ? "here it is " : "") + *answer;
+      : answer      ? (answer->starts_with("--") ? "here it is " : "") + *answer
+      : nearest
+          ? detail::concat("the nearest known ", on_line ? "option" : "key", " is --", *nearest)
+          : "";
   if (!on_line && list.empty())  // a file has keys, without dashes
     for (auto at = hint.find("--"); at != std::string::npos; at = hint.find("--"))
       hint.erase(at, 2);
-  throw Error(
-      ErrorKind::config,
-      detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,
-                     on_line ? " (command line); " : "; ", hint, ", and --help lists all"));
+  throw Error(ErrorKind::config,
+              detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ",
+                             s.name, on_line ? " (command line); " : "; ", hint,
+                             hint.empty() ? "moesh help COMMAND lists the options"
+                                          : ", and --help lists all"));
 }
 
 // A number of [model] that no model could have.
@@ -70,9 +75,10 @@ void check_range(const Setting& s, const models::ModelKey& key, const Value& val
 }
 
 std::string axis_hint(const std::string& axis, const std::vector<std::string>& axes) {
-  const auto elsewhere = axis_elsewhere(axis);
-  if (!elsewhere) return "the nearest is " + nearest_name(axis, axes);
-  return "here it is " + *elsewhere;
+  if (axis == "efsdp") return "it follows from the others: leave it out, and ";
+  if (const auto elsewhere = axis_elsewhere(axis)) return "here it is " + *elsewhere + ", and ";
+  const auto nearest = nearest_name(axis, axes);
+  return nearest ? "the nearest is " + *nearest + ", and " : "";
 }
 
 // How a short form is written at `origin`: --mesh on the command line.
@@ -95,11 +101,9 @@ Settings expand_mesh(const std::string& text, const std::string& origin) {
                 "): '", word, "' has no size; write axes as in ", mesh, " dp_shard=2,tp=2,ep=4");
     const std::string axis = word.substr(0, equals);
     const auto found = std::find(axes.begin(), axes.end(), axis);
-    MOESH_CHECK(
-        found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
-        "): there is no axis '", axis, "' to set; ",
-        axis == "efsdp" ? "it follows from the others: leave it out" : axis_hint(axis, axes),
-        ", and the axes are ", axes);
+    MOESH_CHECK(found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
+                "): there is no axis '", axis, "' to set; ", axis_hint(axis, axes), "the axes are ",
+                axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
     MOESH_CHECK(!s.is_text, ErrorKind::config, mesh, " ", text, " (", origin, "): the axis ", axis,
                 " has two sizes; keep one of them");
@@ -130,17 +134,10 @@ bool is_there_as_file(const std::string& text) {
   }
 }
 
-// For a folder that is not there. "deepseek-ai/DeepSeek-V3" is a name of the Hugging Face hub.
+// For a folder that is not there.
 std::string how_to_get(const std::string& folder) {
-  const auto slash = folder.find('/');
-  const bool is_hub_name = slash != std::string::npos && slash == folder.rfind('/') && slash > 0 &&
-                           slash + 1 < folder.size() && folder[0] != '.';
-  if (!is_hub_name) return "name the folder that holds the model's config.json";
-  const std::string local = folder.substr(slash + 1);
-  return detail::concat(
-      "if it is the name of a model on the Hugging Face hub: moesh downloads nothing; get the "
-      "folder with `hf download ",
-      folder, " --local-dir ", local, "`, then write --model hf:", local);
+  const std::string cure = formats::how_to_download(folder, "--model hf:");
+  return cure.empty() ? "name the folder that holds the model's config.json" : cure;
 }
 
 // "deepseek_v3:tiny"; without a size only the name. "hf:FOLDER" is a folder.
@@ -291,6 +288,17 @@ void apply_key(Config& config, const Setting& s) {
   config.origins[s.name] = s.origin;
 }
 
+// Without a size, as a run prints the model of a folder, every key must say what it is.
+void check_keys_given(const Config& config, const Settings& settings) {
+  if (!config.model.size.empty()) return;
+  for (const auto& [key, value] : model_values(config))
+    MOESH_CHECK(std::any_of(settings.begin(), settings.end(),
+                            [&](const Setting& s) { return s.name == key; }),
+                ErrorKind::config, describe_option(config, "model.size"), ", and ", key,
+                " is not set; set every key of [model], or model.size to ",
+                joined_by_or(models::model_sizes(config.model.name)));
+}
+
 // The one place in which a Config changes: the copy that becomes the result.
 Config closed(Config config, const Settings& settings, const std::optional<RequestedModel>& model) {
   for (const Setting& s : settings)
@@ -298,15 +306,16 @@ Config closed(Config config, const Settings& settings, const std::optional<Reque
   ModelSection& m = config.model;
   if (model) {
     m.architecture = model->architecture, m.name = models::name(m.architecture);
-    if (!model->folder.empty()) m.folder = model->folder;
     const auto sizes = models::model_sizes(m.name);
-    if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
+    if (!model->folder.empty()) m.folder = model->folder, m.size.clear();
+    if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size.clear();
     config.origins["model.name"] = config.origins["model.size"] = {model->origin};
     for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
   } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
     check_option(config, "model.size");
-    m.architecture = models::built_in(m.name, m.size), m.folder.clear();
+    m.architecture = built_in_model(m), m.folder.clear();
     std::erase_if(config.origins, [](const auto& entry) { return is_model_key(entry.first); });
+    check_keys_given(config, settings);
   }
   for (const Setting& s : settings)
     if (is_model_key(s.name)) apply_key(config, s);

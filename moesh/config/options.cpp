@@ -34,7 +34,8 @@ std::vector<Option> make_options() {
   return {
       MOESH_OPTION(numbers, model, name, "architecture of the model",
                    one_of(models::model_names())),
-      MOESH_OPTION(numbers, model, size, "built-in size of that architecture"),
+      MOESH_OPTION(numbers, model, size,
+                   "built-in size of that architecture; empty: every key of it is given"),
 
       MOESH_OPTION(numbers, training, steps, "number of optimizer steps", at_least(1)),
       MOESH_OPTION(numbers, training, seed, "random seed of the initial weights", at_least(0)),
@@ -185,7 +186,7 @@ std::vector<Option> make_options() {
 
       MOESH_OPTION(numbers, moe, load_balance_coeff,
                    "step size of the expert bias, which balances experts without a loss; 0: no "
-                   "bias (the default of all models but deepseek_v3)",
+                   "bias, the default of models that have none",
                    at_least(0))
           .with_default([](const models::ModelFacts& m) -> Value { return m.load_balance_coeff; }),
       MOESH_OPTION(numbers, moe, score_before_experts,
@@ -435,7 +436,18 @@ const std::vector<ShortForm>& short_forms() {
 
 std::string model_title(const Config& config) {
   const ModelSection& m = config.model;
-  return m.name + " " + (m.folder.empty() ? m.size : "of " + printable(m.folder));
+  if (!m.folder.empty()) return m.name + " of " + printable(m.folder);
+  return m.size.empty() ? m.name : m.name + " " + m.size;
+}
+
+std::string model_argument(const Config& config) {
+  const ModelSection& m = config.model;
+  if (!m.folder.empty()) return "hf:" + m.folder;
+  return m.size.empty() ? m.name : m.name + ":" + m.size;
+}
+
+models::AnyConfig built_in_model(const ModelSection& m) {
+  return models::built_in(m.name, m.size.empty() ? models::model_sizes(m.name).front() : m.size);
 }
 
 std::string numbers_of(const Config& config) {

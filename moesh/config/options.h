@@ -76,6 +76,10 @@ void check_option(const Config& config, const std::string& option);
 
 /// "deepseek_v3 tiny", or "deepseek_v3 of FOLDER" where a config.json says what it is.
 std::string model_title(const Config& config);
+/// The same as --model takes it: "deepseek_v3:tiny", "hf:FOLDER".
+std::string model_argument(const Config& config);
+/// What the keys of [model] change: without a size any built-in one, since they are all given.
+models::AnyConfig built_in_model(const ModelSection& model);
 
 /// The values of all that changes numbers, options and keys of the model, as text: two runs with
 /// the same text compute the same.

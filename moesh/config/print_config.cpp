@@ -64,7 +64,7 @@ void each_section(F f) {
 bool keys_say_all(const Config& config) {
   if (config.model.folder.empty()) return true;
   models::AnyConfig ours = config.model.architecture;
-  models::AnyConfig read_back = models::built_in(config.model.name, config.model.size);
+  models::AnyConfig read_back = built_in_model(config.model);
   const models::ModelKeys from = models::keys(ours), to = models::keys(read_back);
   for (std::size_t i = 0; i < from.size(); ++i)
     std::visit(

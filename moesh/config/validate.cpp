@@ -318,7 +318,11 @@ void check_batch(const Config& c) {
               " data-parallel ranks; leave out one of them");
 }
 
-void check_routing(const Config& c) {
+void check_routing(const Config& c, const models::ModelFacts& facts) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int16_t>::max() + 1;  // from 0 on
+  MOESH_CHECK(c.moe.record.empty() || facts.num_experts <= kMost, ErrorKind::config,
+              describe_option(c, "moe.record"), ", and ", describe_option(c, "model.num_experts"),
+              ": its files hold up to ", kMost, " experts; leave moe.record out");
   if (c.moe.replay.empty()) return;
   const auto is_same = [](const std::string& a, const std::string& b) {
     return std::filesystem::weakly_canonical(a) == std::filesystem::weakly_canonical(b);
@@ -365,6 +369,7 @@ void check_option(const Config& config, const std::string& option) {
   ValueRule rule = o.rule;
   if (option == "model.size") {  // it depends on the model
     check_option(config, "model.name");
+    if (config.model.size.empty()) return;
     rule.choices = models::model_sizes(config.model.name);
   }
   MOESH_CHECK(rule.allows(o.get(config)), ErrorKind::config, text, "; it takes ",
@@ -385,7 +390,7 @@ void validate(const Config& config, int world_size) {
   check_pipeline(config, facts);
   check_export(config, facts);
   check_data(config, facts);
-  check_routing(config);
+  check_routing(config, facts);
   check_schedule(config);
   profile_steps(config);                          // throws where it names none
   param_groups(config);                           // throws if a pattern is invalid

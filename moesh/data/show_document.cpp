@@ -23,7 +23,7 @@ std::string prefix_of(std::string path) {
 }
 
 std::string find_tokenizer(const std::string& prefix, const std::string& named) {
-  if (!named.empty()) return tokenizer_file(named).string();
+  if (!named.empty()) return tokenizer::file_of(named).string();
   const std::string path = prefix + ".moesh.json";
   std::string found;
   if (formats::exists(path)) {

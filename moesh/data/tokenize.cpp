@@ -231,11 +231,6 @@ class Progress {
 
 }  // namespace
 
-std::filesystem::path tokenizer_file(const std::string& tokenizer) {
-  const std::filesystem::path path = tokenizer;
-  return formats::is_folder(path) ? path / "tokenizer.json" : path;
-}
-
 void TokenizeOptions::validate() const {
   MOESH_CHECK(!tokenizer.empty(), ErrorKind::config,
               "name the tokenizer: --tokenizer FILE_OR_FOLDER");
@@ -255,7 +250,7 @@ void TokenizeOptions::validate() const {
 TokenizeSummary tokenize(const TokenizeOptions& options) {
   options.validate();
   const auto start = Clock::now();
-  const std::filesystem::path file = tokenizer_file(options.tokenizer);
+  const std::filesystem::path file = tokenizer::file_of(options.tokenizer);
   const std::string json = formats::read_file(file.string(), ErrorKind::data);
   const Tokenizer tokenizer(json, file.string());
   const std::vector<TextFile> files = find_text_files(options.inputs, options.format);
@@ -359,7 +354,7 @@ void check_token_files(const std::string& prefix) {
 }
 
 std::string find_end_of_document(const std::string& tokenizer) {
-  const auto path = tokenizer_file(tokenizer).parent_path() / "tokenizer_config.json";
+  const auto path = tokenizer::file_of(tokenizer).parent_path() / "tokenizer_config.json";
   if (!formats::exists(path)) return "";
   const auto json = formats::read_json(path.string());
   const auto* token = json.find("eos_token");

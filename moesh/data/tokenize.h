@@ -50,9 +50,6 @@ TokenizeSummary tokenize(const TokenizeOptions& options);
 /// Compares every byte of the files of PREFIX with its checksum; throws Error (data).
 void check_token_files(const std::string& prefix);
 
-/// The tokenizer.json of a tokenizer that is named by its file or by its folder.
-std::filesystem::path tokenizer_file(const std::string& tokenizer);
-
 /// The end-of-document token of a tokenizer's folder: eos_token of tokenizer_config.json; empty
 /// if there is none.
 std::string find_end_of_document(const std::string& tokenizer);

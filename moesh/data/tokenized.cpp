@@ -67,7 +67,7 @@ formats::TokenFile open_tokenized(const TokenizedText& text) {
   MOESH_CHECK(!text.folder.empty(), ErrorKind::config, "data: ", text.path,
               " is to become tokens of ", text.tokenizer,
               ", and data.token_folder, where they are kept, is empty; name a folder");
-  const std::string file = tokenizer_file(text.tokenizer).string();
+  const std::string file = tokenizer::file_of(text.tokenizer).string();
   const std::string json = formats::read_file(file, ErrorKind::config);
   const auto num_words = tokenizer::Tokenizer(json, file).vocab_size();
   MOESH_CHECK(num_words <= text.vocab_size, ErrorKind::config, "data.tokenizer is ", text.tokenizer,

@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/hub.h"
 #include "moesh/formats/pattern.h"
 #include "moesh/formats/safetensors.h"
 #include "moesh/fsdp/param.h"
@@ -202,6 +203,7 @@ Lora find_targets(const AnyConfig& config, const std::string& targets,
 }
 
 Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder) {
+  formats::refuse_hub_name(folder.string());
   const auto config_file = folder / formats::kAdapterConfigFile;
   MOESH_CHECK(formats::exists(config_file) && formats::exists(folder / formats::kAdapterFile),
               ErrorKind::data, "'", folder.string(), "' does not have both ",

@@ -12,7 +12,8 @@ DecoderPlan MinimaxM2Config::plan() const {
     attention.qk_norm = nn::QkNorm::across;
     return std::make_unique<nn::GroupedAttention>(attention, name, o);
   };
-  plan.moe.router = {.scoring = nn::Scoring::sigmoid, .normalize = true, .epsilon = 0};
+  plan.moe.router = {
+      .scoring = nn::Scoring::sigmoid, .balance_softmax = true, .normalize = true, .epsilon = 0};
   plan.mlp_name = "block_sparse_moe";
   plan.expert_bias_name = "e_score_correction_bias";
   return plan;

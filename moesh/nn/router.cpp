@@ -211,7 +211,9 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
   const auto scores = map_rows(
       [&](const at::Tensor& l) { return is_sigmoid ? l.sigmoid() : l.softmax(-1); }, logits);
   route.probabilities_NE = scores;
-  if (is_sigmoid)
+  if (config_.balance_softmax)
+    route.probabilities_NE = map_rows([](const at::Tensor& l) { return l.softmax(-1); }, logits);
+  else if (is_sigmoid)
     route.probabilities_NE =
         map_rows([](const at::Tensor& s) { return s / (s.sum(-1, true) + 1e-20); }, scores);
   route.experts_NK = choose_experts(scores, logits, tokens, options);

@@ -48,6 +48,8 @@ struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
   bool choose_on_logits = false;  // Llama 4: the choice is made before the sigmoid
+  // MiniMax: the balance loss takes the softmax of the logits, not sigmoids that add up to one.
+  bool balance_softmax = false;
   // Node-limited routing: only experts of the best groups (by the sum of the top 2 of each).
   std::int64_t num_groups = 1, top_groups = 1;
   bool normalize = false;  // weights of a token add up to one

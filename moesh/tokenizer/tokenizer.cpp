@@ -5,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/utf8.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/hub.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/name.h"
 
@@ -75,9 +76,13 @@ void Tokenizer::read_tokens(const JsonSection& file) {
   }
 }
 
+std::filesystem::path file_of(const std::filesystem::path& file_or_folder) {
+  formats::refuse_hub_name(file_or_folder.string());
+  return formats::is_folder(file_or_folder) ? file_or_folder / "tokenizer.json" : file_or_folder;
+}
+
 Tokenizer Tokenizer::read(const std::filesystem::path& file_or_folder) {
-  const bool is_folder = formats::is_folder(file_or_folder);
-  const std::filesystem::path path = is_folder ? file_or_folder / "tokenizer.json" : file_or_folder;
+  const std::filesystem::path path = file_of(file_or_folder);
   const std::string json = formats::read_file(path.string(), ErrorKind::data, kMaxFileBytes);
   return Tokenizer(json, path.string());
 }

@@ -17,6 +17,9 @@
 
 namespace moesh::tokenizer {
 
+/// The tokenizer.json of a tokenizer that is named by its file or by its folder.
+std::filesystem::path file_of(const std::filesystem::path& file_or_folder);
+
 /// Buffers of a thread that encodes, reused from text to text. One for each thread and tokenizer.
 struct EncodeBuffers {
   WordCache cache;

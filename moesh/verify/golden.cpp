@@ -285,7 +285,8 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& gi
                 starts.scalar_type(), "; they are Long ", golden.input_ids_BL.sizes(),
                 ", from 0 to the position of each token");
   }
-  golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
+  golden.config =
+      golden_config(settings, {model, described, folder.string()}, file, golden.input_ids_BL);
   golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
                     {"logits", read_tensor(source, "logits")}};
   const auto dtype = golden.tensors.back().second.scalar_type();

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -168,6 +169,47 @@ def bad_values_name_the_option(tmp, moesh):
     for memory in ("80", "80 gigabytes", "-1GiB"):
         fails([moesh, "estimate", "--memory", memory], f"--memory is '{memory}'; it takes a number with its unit, such as 80GiB")
     assert subprocess.run([moesh, "estimate", "--memory", "80GiB"], capture_output=True).returncode == 0
+
+
+def names_of_a_hub_are_not_downloaded(tmp, moesh):
+    """Wherever a folder or a tokenizer is named, the way to get it is said."""
+    (tmp / "a.txt").write_text("text\n" * 100)
+    text = ["--data.path", str(tmp / "a.txt"), "--model.vocab_size=257", f"--metrics.folder={tmp}"]
+    for command in (["train", "--model", "hf:org/name"], ["train", "--checkpoint.initial_load=org/name"],
+                    ["train", *TINY, *text, "--checkpoint.initial_load=org/name"],
+                    ["train", *TINY, *text, "--data.tokenizer=org/name"], ["train", *TINY, *text, "--lora.adapter=org/name"],
+                    ["generate", "org/name", "--prompt-ids", "1"], ["convert", "org/name", str(tmp / "out")],
+                    ["tokenize", "--tokenizer", "org/name", "--out", str(tmp / "out"), str(tmp / "a.txt")]):
+        fails([moesh, *command], "org/name", "moesh downloads nothing", "`hf download org/name --local-dir name`")
+
+
+def a_folder_has_no_size(tmp, moesh):
+    """A model of config.json is called by its name, not by a built-in size, and its run goes on."""
+    def of_run(name, *options):
+        folder = tmp / name
+        run = subprocess.run([moesh, "train", "--checkpoint.enable", f"--checkpoint.folder={folder}", f"--metrics.folder={folder}", *options],
+                             capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return folder
+
+    def last(folder):
+        return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+    first = of_run("first", "--model=mixtral:tiny", "--steps=1", "--dtype=float64") / "step-00000001"
+    subprocess.run([moesh, "convert", first, tmp / "source"], check=True, capture_output=True, timeout=60)
+    model = f"--model=hf:{tmp / 'source'}"
+    folder = of_run("run", model, "--steps=3", "--dtype=float64", "--checkpoint.interval=1")
+    at, whole = folder / "step-00000001", last(folder)
+    for step in (2, 3):
+        shutil.rmtree(folder / f"step-{step:08}")
+    of_run("run", "--config", at / "run.toml")
+    assert last(folder)["step"] == 3 and last(folder)["loss"] == whole["loss"], (last(folder), whole)
+    inspected, printed = (subprocess.run([moesh, *command], capture_output=True, text=True, timeout=60, check=True).stdout for command in (
+        ("inspect", at), ("print-config", model)))
+    assert "model: mixtral\n" in inspected and f"# {tmp / 'source' / 'config.json'}\n" in printed, inspected + printed
+    for checkpoint in (at, folder / "step-00000003"):
+        for text in (inspected, printed, *((checkpoint / name).read_text() for name in ("moesh.json", "run.toml"))):
+            assert "tiny" not in text, text
 
 
 def nothing_is_written_nowhere(tmp, moesh):

@@ -350,6 +350,17 @@ TEST(ConfigRules, EveryKeyThatIsAllowedRuns) {
   EXPECT_GT(num_refused, 50);
 }
 
+// Files of routing have 16 bits for the number of an expert.
+TEST(ConfigRules, RecordedExpertsFitIntoTheFiles) {
+  const auto with = [](const char* experts) {
+    return config::load_config({experts, "--moe.record=routing"});
+  };
+  EXPECT_NO_THROW(with("--model.num_experts=32768"));
+  expect_parts(error_of([&] { with("--model.num_experts=32776"); }, ErrorKind::config),
+               {"moe.record is \"routing\" (command line)", "model.num_experts is 32776",
+                "up to 32768 experts"});
+}
+
 // What a checkpoint's config.json could not say is refused before the first step.
 TEST(ConfigRules, WhatACheckpointCouldNotSay) {
   const std::string side = "moe.score_before_experts", enable = "checkpoint.enable";

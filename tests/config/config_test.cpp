@@ -244,6 +244,15 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
   EXPECT_EQ(model_values(bare), values);
   EXPECT_EQ(bare.origin("model.dim").text, path + "/config.json");
   EXPECT_EQ(bare.checkpoint.initial_load, "") << "there are no weights";
+  // It has no built-in size, and a file that says all of its keys needs none.
+  EXPECT_EQ(bare.origin("moe.balance_loss_weight").text, path + "/config.json");
+  const std::string text_of_bare = print_config(bare);
+  EXPECT_EQ(text_of_bare.find("tiny"), std::string::npos) << text_of_bare;
+  const TemporaryFile printed_bare("printed.toml", text_of_bare);
+  const Config read_back = load_config({"--config", printed_bare.path()});
+  EXPECT_EQ(read_back.model.size, "");
+  EXPECT_EQ(model_title(read_back), "qwen3_moe");
+  EXPECT_EQ(numbers_of(read_back), numbers_of(bare));
 
   std::ofstream(path + "/model.safetensors") << "weights";
   const Config config = load_config({"--model", "hf:" + path, "--model.top_k=1"});
@@ -296,6 +305,8 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
       message({"--model=hf:" + path, "--model.size=tiny"}),
       {"model.folder is '" + path, "model.size is 'tiny' (command line)", "leave out one"});
   expect_parts(message({"--model=hf:"}), {"model.folder (command line) has no value"});
+  expect_parts(message({"--model=qwen3_moe:", "--model.vocab_size=96"}),
+               {"model.size is \"\" (command line), and model.", " is not set", "tiny, debug"});
   expect_parts(message({"--model=hf:" + path + "/nowhere"}),
                {"/nowhere' (command line), and there is no such folder", "config.json"});
   for (const char* given :
@@ -382,8 +393,7 @@ TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
                    RequestedModel{model, "a file"})
         .model.size;
   };
-  const auto sizes = models::model_sizes("gpt_oss");
-  EXPECT_EQ(size_of("671b"), sizes.front());
+  EXPECT_EQ(size_of("671b"), "") << "gpt_oss has no such size";
   EXPECT_EQ(size_of("tiny"), "tiny");
   EXPECT_EQ(size_of("debug"), "debug");
   EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), RequestedModel{model, "a file"}), Error);
@@ -453,6 +463,7 @@ TEST(Config, MeshIsShortForAllDegrees) {
   expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
                                      "pp, dp_replicate, dp_shard, cp, tp, ep, etp"});
   expect_parts(error("dp=2"), {"no axis 'dp'", "here it is dp_shard", "and the axes are"});
+  expect_parts(error("zebra=2"), {"no axis 'zebra' to set; the axes are"});
   expect_parts(error("pipeline=2"), {"no axis 'pipeline'", "here it is pp"});
   EXPECT_EQ(mesh_shape(load_config({"--mesh", "pp=3,tp=2"})).pp, 3);
   expect_parts(error("tp"), {"'tp' has no size"});
@@ -556,7 +567,21 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
       {"output-dir", "x", "--checkpoint.folder for checkpoints, --metrics.folder"},
       {"resume", "true", "--checkpoint.enable"},
       {"gradient_checkpointing", "true", "--activation_checkpoint.mode=full"},
-      {"train_micro_batch_size_per_gpu", "1", "--data.batch_size"}};
+      {"train_micro_batch_size_per_gpu", "1", "--data.batch_size"},
+      {"expert-parallel", "2", "--parallelism.expert_parallel_degree"},
+      {"data-parallel", "4", "--mesh dp_shard=4"},
+      {"parallelism.tp", "2", "--mesh tp=2"},
+      {"mesh.tp", "2", "--mesh tp=2"},
+      {"num-experts-per-token", "2", "--model.top_k"},
+      {"aux-loss-weight", "0.1", "--moe.balance_loss_weight"},
+      {"batch", "4", "--data.batch_size"},
+      {"seqlen", "64", "--data.sequence_length"},
+      {"heads", "8", "--model.num_heads"},
+      {"experts", "8", "--model.num_experts"},
+      {"gbs", "8", "--training.global_batch_size"},
+      {"checkpoint.dir", "x", "--checkpoint.folder"},
+      {"iterations", "9", "--training.steps"},
+      {"dataset", "a.txt", "--data.path"}};
   for (const auto& [name, value, answer] : asked)
     EXPECT_TRUE(answer_to(name, value).value_or("nothing").starts_with(answer))
         << name << ": " << answer_to(name, value).value_or("nothing");
@@ -568,6 +593,14 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
                {"unknown option --tp (command line); here it is --mesh tp=2"});
   expect_parts(error({"--lora.r=8"}), {"unknown option --lora.r", "here it is --lora.rank"});
   expect_parts(error({"--bf16"}), {"here it is --training.dtype=bfloat16"});
+  // No option is near these.
+  const TemporaryFile file("run.toml", "[optimizer]\nzebra = 1\n");
+  for (const std::vector<std::string>& args :
+       {std::vector<std::string>{"--training.zebra=1"}, {"--zebra"}, {"--config", file.path()}}) {
+    const std::string said = error(args);
+    expect_parts(said, {"zebra", "; moesh help COMMAND lists the options"});
+    EXPECT_EQ(said.find("nearest"), std::string::npos) << said;
+  }
 
   // Every option that an answer names exists, or is a key that some model has; no name is there
   // twice.

@@ -3,7 +3,8 @@
 
     mutants.py copy ROOT ENTRIES OUTPUT  one source with all of its mistakes, chosen at run time
     mutants.py table ROOT OUTPUT         what must find each mistake, for the test program
-    mutants.py listed ROOT               entries and docs/mutants.md name the same mistakes
+    mutants.py listed ROOT               entries and docs/mutants.md name the same mistakes, tests
+                                         and README.md the same checks
     mutants.py --self-test
 
 README.md in this folder says how an entry is written. A copy has the lines of its source, so that
@@ -226,6 +227,13 @@ def listed(root):
               for m in entries.values() if m.name not in rows]
     faults += [f"docs/mutants.md: no entry under {FOLDER} has the name '{name}'"
                for name in sorted(rows - entries.keys())]
+    tests = "".join(p.read_text(encoding="utf-8") for p in (root / "tests").glob("*/mutants_test.cpp"))
+    provided = set(re.findall(r'mutants::Provide \w+\("(\w+)"', tests))
+    checks = (root / FOLDER / "README.md").read_text(encoding="utf-8").partition("| check |")[2]
+    rows = re.findall(r"^\|([^|]*)\|", checks.partition("\n\n")[0], re.MULTILINE)
+    described = set(re.findall(r"`(\w+)`", "".join(rows)))
+    faults += [f"the check '{name}' is provided, or is in a row of {FOLDER / 'README.md'}, not both"
+               for name in sorted(provided ^ described)]
     if faults or not entries:
         raise Fault("\n".join(faults) or f"no entries under {root / FOLDER}")
     print(f"{len(entries)} mutants, each with an entry and a row of docs/mutants.md")

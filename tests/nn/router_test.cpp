@@ -64,6 +64,18 @@ TEST(Router, SigmoidScoresNormalisedAndScaled) {
   });
 }
 
+// MiniMax: only the balance loss takes the softmax.
+TEST(Router, SoftmaxForTheBalanceOfSigmoidScores) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 6, .top_k = 2, .balance_softmax = true});
+    const at::Tensor logits = random_rows(40, 6), s = at::sigmoid(logits);
+    const Route route = route_of(router, logits, mesh);
+    EXPECT_TRUE(at::allclose(local(route.probabilities_NE), logits.softmax(-1), 1e-14, 1e-14));
+    EXPECT_TRUE(
+        at::allclose(local(route.weights_NK), s.gather(1, local(route.experts_NK)), 1e-14, 1e-14));
+  });
+}
+
 TEST(Router, SoftmaxWithAndWithoutNormalisation) {
   alone([](const Mesh& mesh) {
     for (bool normalize : {false, true}) {

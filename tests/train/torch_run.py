@@ -232,7 +232,9 @@ class Model:
             self.model.model.rotary_emb = type(self.model.model.rotary_emb)(self.model.config)
         c = self.model.config
         self.top_k = c.num_experts_per_tok
-        self.is_sigmoid = c.model_type in ("deepseek_v3", "glm4_moe", "llama4_text")
+        # What the balance loss takes of the logits: MiniMax's library the softmax, too.
+        self.is_sigmoid = c.model_type in (
+            "deepseek_v3", "glm4_moe", "glm4_moe_lite", "llama4_text")
         self.routers = [m for m in self.model.modules() if "Router" in type(m).__name__]
         self.logits, self.chosen = {}, {}
         self.given = None  # [layers, tokens, k]: experts of the next forward; -1: the router's own
@@ -241,8 +243,10 @@ class Model:
         self.queries = None
         self.watch_logits()
         self.bias = []
+        biases = {getattr(m, "gate", m): m.e_score_correction_bias  # the layer's, of MiniMax
+                  for m in self.model.modules() if hasattr(m, "e_score_correction_bias")}
         for layer, router in enumerate(self.routers):
-            bias = getattr(router, "e_score_correction_bias", None)
+            bias = biases.get(router)
             added = 0  # where the router adds its bias
             if bias is None:  # of a model that has none
                 added = bias = torch.zeros(router.num_experts, dtype=torch.float64)
@@ -272,7 +276,7 @@ class Model:
     def choose_with(self, layer, router, bias):
         """Its top-k is that of what it looks at and the bias, or what is forced; the values are
         without bias."""
-        forward, topk = router.forward, torch.topk
+        forward, topk, method = router.forward, torch.topk, torch.Tensor.topk
 
         def other(x, k, dim=-1, **options):
             if x.shape[-1] != router.num_experts:  # of groups
@@ -283,12 +287,12 @@ class Model:
                 indices = torch.where(forced < 0, indices, forced)
             return x.gather(dim, indices), indices
 
-        def chosen(x):
-            torch.topk = other
+        def chosen(*inputs):
+            torch.topk = torch.Tensor.topk = other
             try:
-                return forward(x)
+                return forward(*inputs)
             finally:
-                torch.topk = topk
+                torch.topk, torch.Tensor.topk = topk, method
 
         router.forward = chosen
 
@@ -334,7 +338,8 @@ class Model:
         inner = self.model.model
         main = inner.layers[:len(inner.layers) - len(self.mtp)]
         h = self.hidden(main, inner.norm, input_ids=padded(batch.pieces))
-        logits = [self.model.lm_head(h).flatten(0, 1)[counts]]
+        scale = getattr(self.model.config, "logits_scaling", 1)  # of Granite
+        logits = [self.model.lm_head(h).flatten(0, 1)[counts] / scale]
         for layer, ahead in zip(self.mtp, batch.ahead):
             embedded = inner.embed_tokens(padded(ahead.pieces))
             x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(h)], -1))

@@ -10,6 +10,7 @@
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/comm/launch.h"
+#include "moesh/config/options.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
@@ -145,9 +146,7 @@ void describe_start(const config::Config& config, const RunFacts& facts) {
       {"device_name", {device_name(config.training.device)}},
       {"moesh", {version()}},
       {"torch", {torch_version()}},
-      {"model",
-       {config.model.folder.empty() ? config.model.name + ":" + config.model.size
-                                    : "hf:" + config.model.folder}},
+      {"model", {model_argument(config)}},
       {"parameters", {facts.num_parameters}},
       {"active_parameters", {facts.num_active_parameters}},
       {"flops_per_token", {facts.flops_per_token}},

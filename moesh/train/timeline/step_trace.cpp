@@ -9,6 +9,7 @@
 #include "moesh/base/timeline.h"
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"
+#include "moesh/config/options.h"
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
 #include "moesh/train/timeline/kernels.h"
@@ -81,11 +82,10 @@ void StepTrace::write(std::int64_t last_step) {
   try {
     std::error_code none;
     std::filesystem::remove(path, none);  // of a run that went on from before these steps
-    checkpoint::write_file(path,
-                           trace_json(records, waits,
-                                      {{"moesh", version()},
-                                       {"model", config_.model.name + ":" + config_.model.size},
-                                       {"mesh", mesh_shape(config_).describe()}}));
+    checkpoint::write_file(path, trace_json(records, waits,
+                                            {{"moesh", version()},
+                                             {"model", model_argument(config_)},
+                                             {"mesh", mesh_shape(config_).describe()}}));
   } catch (const Error& e) {  // a run does not end for it
     log_warn("no trace is written: ", e.what());
     return;
