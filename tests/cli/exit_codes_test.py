@@ -380,6 +380,9 @@ def one_process_of_several(tmp, moesh):
 def storage(tmp, moesh):
     (tmp / "saved").write_text("a file")
     assert "Not a directory" in train(moesh, tmp, "--steps=1", code=7)
+    said = run(moesh, *RUN, "--steps=1", "--metrics.folder=", code=2,
+               env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "x"})
+    assert "WORLD_SIZE is not set" in said, said
     (tmp / "saved").unlink()
     with open("/dev/full", "w") as full:
         assert "standard output" in run(moesh, "help", code=7, stdout=full)
