@@ -15,6 +15,7 @@
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
 #include "moesh/formats/safetensors.h"
+#include "moesh/kernels/float8.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -24,13 +25,61 @@ void set(formats::JsonValue& json, const std::string& key, const formats::JsonVa
     if (name == key) old = value;
 }
 
+constexpr std::int64_t kBlock = 128;  // of float8, in files
+constexpr const char* kScales = "_scale_inv";
+
+bool is_float8(const formats::DiskTensor& tensor) {
+  return tensor.dtype == formats::Dtype::f8_e4m3;
+}
+
+// Tensors of such parameters become float8, and the scales of each come right behind it.
+void add_scales(formats::DiskTable& table, const std::set<std::string>& params,
+                const std::string& model_type) {
+  std::vector<formats::DiskTensor> all;
+  for (formats::DiskTensor& t : table.tensors) {
+    const bool is_wanted = std::ranges::all_of(
+        t.sources, [&](const auto& source) { return params.contains(source.param); });
+    if (is_wanted) {
+      MOESH_CHECK(t.shape.size() == 2 && t.sources.size() == 1 && t.sources[0].fixed.empty(),
+                  ErrorKind::config, "--float8: '", t.name, "' of ", model_type, " is ", t.shape,
+                  ", and float8 takes matrices of one weight each; with --layout per_expert the "
+                  "experts are written one by one, where the model has that layout");
+      t.dtype = formats::Dtype::f8_e4m3;
+    }
+    all.push_back(t);
+    if (!is_wanted) continue;
+    all.push_back(formats::whole_tensor(
+        t.name + kScales, t.name,
+        {(t.shape[0] + kBlock - 1) / kBlock, (t.shape[1] + kBlock - 1) / kBlock}));
+    all.back().dtype = formats::Dtype::f32;
+  }
+  table.tensors = std::move(all);
+}
+
+// What transformers needs to open it: which modules have no scales.
+formats::JsonValue float8_config(const formats::DiskTable& table) {
+  formats::JsonList others;
+  const std::string end = ".weight";
+  for (const auto& t : table.tensors)
+    if (t.shape.size() == 2 && !is_float8(t) && t.name.ends_with(end))
+      others.push_back({t.name.substr(0, t.name.size() - end.size())});
+  return {formats::JsonObject{{"quant_method", {std::string("fp8")}},
+                              {"fmt", {std::string("e4m3")}},
+                              {"activation_scheme", {std::string("dynamic")}},
+                              {"weight_block_size", {formats::JsonList{{kBlock}, {kBlock}}}},
+                              {"modules_to_not_convert", {others}}}};
+}
+
 // The config.json that was there, with what the conversion changes.
 std::string changed_config(const std::string& text, const ConvertOptions& options,
-                           bool was_quantized) {
+                           const formats::DiskTable& table, bool was_quantized) {
   formats::JsonValue json = formats::parse_json(text, "config.json");
   if (was_quantized)
     std::erase_if(std::get<formats::JsonObject>(json.value),
                   [](const auto& entry) { return entry.first == "quantization_config"; });
+  if (!options.float8.empty())
+    std::get<formats::JsonObject>(json.value)
+        .emplace_back("quantization_config", float8_config(table));
   if (options.dtype)
     for (const char* key : {"dtype", "torch_dtype"})
       set(json, key, {formats::torch_name(*options.dtype)});
@@ -148,6 +197,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
     const auto old = loader.dtype_of(t.sources.front().param);
     t.dtype = options.dtype ? t.dtype.value_or(*options.dtype) : old;
   }
+  if (!options.float8.empty()) add_scales(to_table, options.float8, model.model_type);
 
   const auto temporary = std::filesystem::path(to).concat(".saving");
   check_left_over(temporary);
@@ -160,19 +210,35 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   };
   Converted result;
   formats::SafetensorsIndex index{.total_size = 0};
+  std::optional<kernels::QuantizedBox> last;  // whose scales come next
+  const auto write_bytes = [](CheckpointFile& out, std::uint64_t at, const at::Tensor& t) {
+    const at::Tensor bytes = t.contiguous();
+    out.write(at, {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()});
+  };
   const auto files = plan_files("model", to_table.tensors, options.max_shard_size);
   for (const auto& file : files) {
     CheckpointFile out(temporary / file.name, CheckpointFile::Mode::create);
     out.reserve(file.size);
     out.write(0, file.header);
     for (const auto& t : file.tensors) {
-      auto parts = parts_of(*t.tensor, torch_dtype(t.dtype, t.tensor->name));
-      for (TensorPart& part : parts)  // what is added to is rounded once
-        if (merger && merger->adds_to(part.name)) part.value = part.value.to(at::kDouble);
-      loader.load(parts);
-      for (TensorPart& part : parts)
-        if (merger && merger->adds_to(part.name)) merger->add(part);
-      write_tensor(out, t, by_name(parts));
+      if (t.tensor->name.ends_with(kScales)) {
+        write_bytes(out, t.begin, last->scales);
+      } else {
+        const bool is_rounded = is_float8(*t.tensor);
+        auto parts =
+            parts_of(*t.tensor, is_rounded ? at::kFloat : torch_dtype(t.dtype, t.tensor->name));
+        for (TensorPart& part : parts)  // what is added to is rounded once
+          if (merger && merger->adds_to(part.name)) part.value = part.value.to(at::kDouble);
+        loader.load(parts);
+        for (TensorPart& part : parts)
+          if (merger && merger->adds_to(part.name)) merger->add(part);
+        if (is_rounded) {
+          last = kernels::float8_blocks(parts[0].value.reshape(t.tensor->shape), kBlock);
+          write_bytes(out, t.begin, last->codes);
+        } else {
+          write_tensor(out, t, by_name(parts));
+        }
+      }
       index.weight_map[t.tensor->name] = file.name;
       *index.total_size +=
           static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
@@ -185,7 +251,8 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
     add_file(name, write_file(temporary / name, text));
   };
   add_text(formats::kIndexFile, formats::write_safetensors_index(index));
-  add_text("config.json", changed_config(read_config(from), options, source.has_quantized()));
+  add_text("config.json",
+           changed_config(read_config(from), options, to_table, source.has_quantized()));
   for (const auto& [name, text] : read_companions(from)) add_text(name, text);
   std::sort(manifest.files.begin(), manifest.files.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "moesh/formats/disk.h"
@@ -27,6 +28,9 @@ struct ConvertOptions {
   std::optional<formats::Dtype> dtype = {};          // else as it was, tensor by tensor
   std::uint64_t max_shard_size = 5'000'000'000;
   std::optional<Merge> merge = {};
+  // Parameters whose tensors are written in float8, each with its scales as <name>_scale_inv, a
+  // float32 for each block of 128 x 128, as DeepSeek-V3 is published. None: no tensor is.
+  std::set<std::string> float8 = {};
 };
 
 struct Converted {

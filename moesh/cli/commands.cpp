@@ -253,6 +253,9 @@ const std::vector<Command>& commands() {
                     "layout of the routed experts (default: as they are)"},
                    {"--dtype", "float32|bfloat16|float16|float64",
                     "dtype of the written weights (default: as they are)"},
+                   {"--float8", "",
+                    "write projections and experts in float8, with a scale for each block of 128 "
+                    "x 128, as DeepSeek-V3 is published"},
                    {"--adapter", "FOLDER", "LoRA adapter of PEFT or moesh, with --merge"},
                    {"--merge", "", "add what the adapter adds to the weights themselves"}},
        .run = run_convert,

@@ -73,6 +73,7 @@ int run_convert(const Arguments& given) {
               adapter ? "--adapter " + *adapter + " without --merge" : "--merge without --adapter",
               "; convert writes the weights of a model and an adapter together: give both");
   if (adapter) options.merge = merge_of(architecture, *adapter);
+  if (given.has("--float8")) options.float8 = models::float8_params(architecture);
   if (train::keeps_bias_apart(from))
     log_warn(
         "'", from.string(),

@@ -96,6 +96,14 @@ at::ScalarType scalar_type(const Config& config) {
   return config.training.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
 }
 
+kernels::Float8 float8(const Config& config) {
+  for (const char* key : {"training.float8", "training.float8_dense", "training.float8_tile"})
+    check_option(config, key);
+  const TrainingSection& t = config.training;
+  const auto of = [&](const std::string& value) { return value == "off" ? 0 : t.float8_tile; };
+  return {.experts = of(t.float8), .dense = of(t.float8_dense)};
+}
+
 at::Device device(const Config& config) {
   return comm::device_for(at::Device(config.training.device), comm::local_process());
 }

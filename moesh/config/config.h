@@ -16,6 +16,7 @@
 #include "moesh/comm/mesh.h"
 #include "moesh/data/registry.h"
 #include "moesh/formats/toml.h"
+#include "moesh/kernels/float8.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/models/adapter.h"
 #include "moesh/models/registry.h"
@@ -46,6 +47,9 @@ struct TrainingSection {
   double max_norm = 1;
   double mtp_loss_weight = 0.3;
   std::string freeze = "";
+  std::string float8 = "off";
+  std::string float8_dense = "off";
+  std::int64_t float8_tile = 128;
   double max_minutes = 0;
   std::int64_t max_skipped_steps = 10;
 };
@@ -264,6 +268,7 @@ nn::Dispatcher dispatcher(const Config& config);
 /// Nothing: as the model does it.
 std::optional<bool> score_before_experts(const Config& config);
 kernels::GpuKernels gpu_kernels(const Config& config);
+kernels::Float8 float8(const Config& config);
 /// Micro-batches of an optimizer step: what training.global_batch_size takes on this mesh, where it
 /// is set.
 std::int64_t num_micro_batches(const Config& config);

@@ -60,6 +60,18 @@ std::vector<Option> make_options() {
           numbers, training, freeze,
           "names of parameters that are not trained, separated by commas; * stands for any "
           "text, as in *.gate.weight; empty: all are trained"),
+      MOESH_OPTION(numbers, training, float8,
+                   "blockwise: experts multiply in float8, with a scale for each tile of their "
+                   "inputs and each block of their weights; gradients of weights stay in "
+                   "training.dtype",
+                   one_of({"off", "blockwise"})),
+      MOESH_OPTION(numbers, training, float8_dense,
+                   "the same for the projections of attention, of MLPs and of shared experts",
+                   one_of({"off", "blockwise"})),
+      MOESH_OPTION(numbers, training, float8_tile,
+                   "features in a tile of float8, rows and columns of a block; kernels of GPUs are "
+                   "made for 128, smaller ones are for tests",
+                   between(1, 128)),
       MOESH_OPTION(output, training, max_minutes,
                    "stop the run after this many minutes, at the end of a step; 0: no limit",
                    at_least(0)),

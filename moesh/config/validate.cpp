@@ -171,6 +171,51 @@ void check_pipeline(const Config& c, const models::ModelFacts& facts) {
               " on each; write as many numbers, or choose another schedule");
 }
 
+// A tile of float8 never crosses ranks, so that a mesh has the codes of one rank. Experts have
+// whole tiles only; in others the last tile of a dimension that no rank cuts may be short.
+void check_float8(const Config& c) {
+  const kernels::Float8 tiles = float8(c);
+  if (!tiles.any()) return;
+  struct Features {
+    std::string what;  // "model.moe_ffn is 24 (...)"
+    std::string key;   // by which it can be changed
+    const char* degree;
+    std::int64_t size, parts;
+  };
+  std::vector<Features> all;
+  const OneRankScope scope;
+  models::make_model(c.model.architecture, {.device = at::kMeta, .float8 = tiles})
+      ->each_param([&](const Stored& w, bool) {
+        const auto num_dims = static_cast<std::int64_t>(w.spec.shape.size());
+        const bool is_expert = contains(w.cutting, ep);
+        const char* degree = is_expert ? kExpertTensor : kTensor;
+        for (std::int64_t dim = num_dims - 2; w.spec.float8_tile > 0 && dim < num_dims; ++dim) {
+          const std::int64_t size = w.spec.shape[static_cast<std::size_t>(dim)];
+          const bool is_cut =
+              std::ranges::any_of(w.spec.cuts, [&](const auto& cut) { return cut.second == dim; });
+          const std::string key = is_cut ? "model.moe_ffn" : "model.dim";
+          if (is_expert)
+            all.push_back({describe_option(c, key), key, degree, size, 1});
+          else if (is_cut)
+            all.push_back({detail::concat("dimension ", dim, " of ", w.spec.name, " is ", size),
+                           "that size", degree, size, 1});
+          if (is_cut) all.back().parts = std::get<std::int64_t>(find_option(degree)->get(c));
+        }
+      });
+  const std::int64_t tile = c.training.float8_tile;
+  std::int64_t working = tile;
+  for (const Features& f : all)
+    working = std::gcd(working, f.size % f.parts ? 1 : f.size / f.parts);
+  for (const Features& f : all) {
+    const std::int64_t whole = tile * f.parts, below = f.size / whole * whole;
+    MOESH_CHECK(f.size % whole == 0, ErrorKind::config, describe_option(c, "training.float8_tile"),
+                ", ", f.parts > 1 ? describe_option(c, f.degree) + ", " : "", "and ", f.what,
+                ", which is not a number of whole tiles on each rank; set training.float8_tile to ",
+                working, " or ", f.key, " to ", below > 0 ? detail::concat(below, " or ") : "",
+                below + whole, f.parts > 1 ? detail::concat(", or lower ", f.degree) : "");
+  }
+}
+
 // A checkpoint is also a model for others: what they compute with its config.json must be what was
 // trained. Better now than at the first save.
 void check_export(const Config& c, const models::ModelFacts& facts) {
@@ -387,6 +432,7 @@ void validate(const Config& config, int world_size) {
   check_mesh(config, world_size);
   check_batch(config);
   check_model(config, facts);
+  check_float8(config);
   check_pipeline(config, facts);
   check_export(config, facts);
   check_data(config, facts);

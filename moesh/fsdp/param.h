@@ -40,7 +40,8 @@ struct ParamSpec {
   // The matrices that rules for matrices move as one: a map from features to features. Embedding,
   // head, router's gate and biases of experts are not.
   bool is_matrix = true;
-  std::int64_t num_heads = 1;  // whose own matrices lie stacked along dimension 0
+  std::int64_t num_heads = 1;    // whose own matrices lie stacked along dimension 0
+  std::int64_t float8_tile = 0;  // of products with it in float8 (kernels/float8.h); 0: none are
   /// A parameter that is not trained (frozen) has no gradient, no master weights and no state of an
   /// optimizer: it rests in the type of the work.
   bool trained = true;

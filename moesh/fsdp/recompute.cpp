@@ -124,9 +124,9 @@ at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options)
   return at::full({}, std::numeric_limits<double>::quiet_NaN(), options).expand(sizes);
 }
 
-at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w) {
-  if (const auto first = recall("a linear layer")) return known_linear(x, w, (*first)[0]);
-  const at::Tensor y = raw::linear(x, w);
+at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
+  if (const auto first = recall("a linear layer")) return known_linear(x, w, (*first)[0], own);
+  const at::Tensor y = raw::linear(x, w, own);
   keep("a linear layer", {y});
   return y;
 }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh {
@@ -33,7 +34,7 @@ void keep(std::string_view what, const std::vector<at::Tensor>& results);
 /// shows.
 at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w);
+at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own);
 }  // namespace raw
 
 /// Runs f(x, false) and keeps none of its intermediate values, except those that its parts give to
@@ -58,9 +59,9 @@ auto recompute(Fn f, const Tensor<L>& x, Keep keep = Keep::nothing) {
 
 /// linear(x, w), whose result is kept by a recompute that keeps values.
 template <auto A, auto B>
-auto kept_linear(const Tensor<A>& x, const Tensor<B>& w) {
+auto kept_linear(const Tensor<A>& x, const Tensor<B>& w, const OwnProducts& own = {}) {
   constexpr auto out = mix(Op::linear, A, B);
-  return assume<out>(raw::kept_linear(x.local(), w.local()));
+  return assume<out>(raw::kept_linear(x.local(), w.local(), of_whole_gradients<out>(own)));
 }
 
 }  // namespace moesh

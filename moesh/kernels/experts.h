@@ -4,6 +4,7 @@
 //   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) * g * sigmoid(1.702 g)  GPT-OSS
 //   g = w1 x + b1, u = w3 x + b3, y = w2 h + b2
 //   score s of the row: before: x -> s x; after: y -> s y
+//   in float8 the rows are x before its score, h with its score, and the gradients of g, u and y
 // Nothing of size [R, D] is made or kept where the rows are given as indices into tokens: rows are
 // gathered, and outputs combined, block by block. The score acts on the F side (w1 (s x) = s (w1
 // x), s (w2 h) = w2 (s h)), so that d(score) needs no row of width D either. T tokens, D model, F
@@ -22,6 +23,9 @@ struct ExpertsConfig {
   Activation activation = Activation::swiglu;
   ScoreSide scores = ScoreSide::after;
   bool weights_later = false;  // backward leaves the gradients of the weights for later
+  /// T of products in float8 (float8.h): those of forward and those that give gradients of inputs.
+  /// Gradients of weights and what LoRA adds stay in the type of the run. 0: no product is.
+  std::int64_t float8_tile = 0;
 };
 
 /// The LoRA adapters of w1 and w3 together and of w2; undefined: none. Where it adds anything, the

@@ -9,6 +9,7 @@ namespace aten {
 // Each is in the file of its name.
 void add_delta_rule(KernelTable&);
 void add_experts(KernelTable&);
+void add_float8(KernelTable&);
 void add_routing(KernelTable&);
 void add_rowwise(KernelTable&);
 void add_update(KernelTable&);
@@ -41,8 +42,8 @@ UseGpuKernels::UseGpuKernels(GpuKernels kernels) : scope_(chosen, kernels) {}
 const KernelTable& aten_kernels() {
   static const KernelTable table = [] {
     KernelTable t{.name = "aten"};
-    for (auto* add : {aten::add_delta_rule, aten::add_experts, aten::add_routing, aten::add_rowwise,
-                      aten::add_update})
+    for (auto* add : {aten::add_delta_rule, aten::add_experts, aten::add_float8, aten::add_routing,
+                      aten::add_rowwise, aten::add_update})
       add(t);
     return t;
   }();
@@ -81,6 +82,11 @@ const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights
   if (weights.lora.any()) {  // ranks are small: its products are LibTorch's on every device
     if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
       refuse("moesh's own experts take no LoRA");
+    return aten_kernels();
+  }
+  if (config.float8_tile > 0) {  // by its definition, on every device
+    if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
+      refuse("moesh's own experts do not take float8 yet");
     return aten_kernels();
   }
   return for_experts(kernels_for(weights.w1_eFD.device()), config, weights);

@@ -9,6 +9,7 @@
 #include "moesh/kernels/attention.h"
 #include "moesh/kernels/delta_rule.h"
 #include "moesh/kernels/experts.h"
+#include "moesh/kernels/float8.h"
 #include "moesh/kernels/routing.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/rowwise.h"
@@ -33,6 +34,7 @@ struct KernelTable {
   decltype(kernels::combine_rows)* combine_rows = nullptr;
   decltype(kernels::experts_forward)* experts_forward = nullptr;
   decltype(kernels::experts_backward)* experts_backward = nullptr;
+  decltype(kernels::float8_product)* float8_product = nullptr;  // w_KN may be a transposed view
   decltype(kernels::norm_forward)* norm_forward = nullptr;
   decltype(kernels::norm_backward)* norm_backward = nullptr;
   decltype(kernels::rotate_forward)* rotate_forward = nullptr;

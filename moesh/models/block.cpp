@@ -58,7 +58,8 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
   config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
   config.dispatcher = m.dispatcher;
   config.dtype = o.dtype, config.device = o.device, config.init = o.init,
-  config.bias_init = o.bias_init, config.lora = o.lora;
+  config.bias_init = o.bias_init, config.lora = o.lora, config.float8 = o.float8;
+  config.experts.float8_tile = o.float8.experts;
   moe_.emplace(config);
 }
 

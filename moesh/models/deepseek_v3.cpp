@@ -56,7 +56,9 @@ class Mla final : public nn::Attention {
     }
     kv_a_ = nn::uncut(name + ".kv_a_proj_with_mqa", latent_ + rope_dim_, c.dim, o);
     kv_norm_ = nn::RmsNorm(name + ".kv_a_layernorm", latent_, 1e-6, o.dtype, o.device);
-    kv_b_ = nn::column(name + ".kv_b_proj", num_heads_ * (nope_ + v_dim_), latent_, o);
+    // Each cp rank has a part of the gradient of the keys and values that it sees.
+    kv_b_ =
+        nn::column(name + ".kv_b_proj", num_heads_ * (nope_ + v_dim_), latent_, o.without_float8());
     o_ = nn::row(name + ".o_proj", c.dim, num_heads_ * v_dim_, o);
     for (auto* up : {&q_, &kv_b_}) up->stored().spec.num_heads = num_heads_;
   }

@@ -11,6 +11,7 @@
 
 #include "moesh/base/label.h"
 #include "moesh/fsdp/param.h"
+#include "moesh/kernels/float8.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/quantized.h"
 #include "moesh/nn/attention.h"
@@ -136,6 +137,7 @@ struct ModelOptions {
   kernels::GpuKernels gpu_kernels = kernels::GpuKernels::automatic;
   bool weight_copies = false;  // in the type of the work, beside the master weights
   nn::LoraOf lora = nn::no_lora;
+  kernels::Float8 float8 = {};
   // By the name of a parameter: whether it is not trained. None: all are.
   std::function<bool(const std::string& name)> is_frozen = {};
   // How those of them rest that rest quantized. None: all rest in the type of the work.

@@ -117,6 +117,17 @@ std::map<std::string, kernels::Quantization> published_quantization(const AnyCon
   return all;
 }
 
+std::set<std::string> float8_params(const AnyConfig& config) {
+  std::set<std::string> all;
+  const OneRankScope scope;
+  make_model(config, {.device = at::kMeta})->each_param([&](const Stored& w, bool) {
+    const bool is_projection = w.spec.name.find("_proj") != std::string::npos;
+    if (w.spec.shape.size() >= 2 && w.spec.is_matrix && (w.storage == efsdp || is_projection))
+      all.insert(w.spec.name);
+  });
+  return all;
+}
+
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options) {
   if (const auto broken = broken_rule(config)) {
     AnyConfig copy = config;  // keys point into what they are taken of

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -49,6 +50,8 @@ struct FlopsOfParts {
 FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence);
 /// By the names of parameters, those that are quantized in the files the model is published in.
 std::map<std::string, kernels::Quantization> published_quantization(const AnyConfig& config);
+/// The names of the parameters that are written in float8: projections and experts.
+std::set<std::string> float8_params(const AnyConfig& config);
 /// On the current mesh. Throws Error (config) where a rule is broken.
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options);
 

@@ -48,7 +48,8 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
           Init{.kind = c.bias_std > 0 ? Init::Distribution::normal : Init::Distribution::zeros,
                .scale = c.bias_std,
                .seed = m.seed},
-      .lora = m.lora};
+      .lora = m.lora,
+      .float8 = m.float8};
   // Block by block: what is frozen takes less memory, and its master weights are gone by then.
   const auto freeze = [&](Stored& w) {
     if (!m.is_frozen || !m.is_frozen(w.spec.name)) return;

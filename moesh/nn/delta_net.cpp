@@ -96,7 +96,7 @@ DeltaNet::DeltaNet(const DeltaNetConfig& c, const std::string& name, const Modul
       group_(c.num_value_heads / c.num_key_heads),
       qkvz_(column(name + ".in_proj_qkvz",
                    2 * (c.num_key_heads * c.key_dim + c.num_value_heads * c.value_dim), c.dim, o)),
-      ba_(column(name + ".in_proj_ba", 2 * c.num_value_heads, c.dim, o)),
+      ba_(column(name + ".in_proj_ba", 2 * c.num_value_heads, c.dim, o.without_float8())),
       norm_(name + ".norm", c.value_dim, c.norm_eps, o.dtype, o.device),
       out_(row(name + ".out_proj", c.dim, c.num_value_heads * c.value_dim, o)) {
   // In float32 in bfloat16 runs: taps are few, and the others are exponents.

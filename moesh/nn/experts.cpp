@@ -141,9 +141,15 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
                      .device = device,
                      .is_matrix = is_matrix};
   };
-  w1_ = Weight(spec("w1", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
-  w3_ = Weight(spec("w3", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
-  w2_ = Weight(spec("w2", {experts, dim, ffn}, {{ep, 0}, {etp, 2}}), init);
+  const auto weight = [&](const std::string& part, std::vector<std::int64_t> shape,
+                          std::int64_t cut) {
+    ParamSpec s = spec(part, std::move(shape), {{ep, 0}, {etp, cut}});
+    s.float8_tile = config.float8_tile;
+    return Weight(s, init);
+  };
+  w1_ = weight("w1", {experts, ffn, dim}, 1);
+  w3_ = weight("w3", {experts, ffn, dim}, 1);
+  w2_ = weight("w2", {experts, dim, ffn}, 2);
   if (const auto l = lora(name + ".gate_up_proj"))
     gate_up_lora_ = {.scale = l->scale,
                      .a = Whole(spec("gate_up_proj" + std::string(kLoraA), {experts, l->rank, dim},
@@ -171,7 +177,9 @@ template <auto L>
 auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
                   const at::Tensor& token_R, const at::Tensor& inverse) const {
   auto call = c10::make_intrusive<ExpertsContext>();
-  call->config = {.activation = config_.activation, .scores = config_.scores};
+  call->config = {.activation = config_.activation,
+                  .scores = config_.scores,
+                  .float8_tile = config_.float8_tile};
   call->ends_e = ends_e;
   const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
   MaybeTensor b1, b3, b2;

@@ -19,6 +19,7 @@ struct RoutedExpertsConfig {
   kernels::Activation activation = kernels::Activation::swiglu;
   kernels::ScoreSide scores = kernels::ScoreSide::after;
   bool biases = false;
+  std::int64_t float8_tile = 0;  // of products in float8 (kernels/float8.h); 0: none are
 
   void validate() const;
 };

@@ -9,6 +9,7 @@
 
 #include "moesh/fsdp/param.h"
 #include "moesh/fsdp/recompute.h"
+#include "moesh/kernels/float8.h"
 #include "moesh/nn/dropout.h"
 #include "moesh/nn/lora.h"
 #include "moesh/nn/rope.h"
@@ -29,7 +30,15 @@ struct ModuleOptions {
   std::optional<Init> bias_init = {};  // of biases; as the others if not given
   std::shared_ptr<RopeTables> rope_tables = std::make_shared<RopeTables>();
   LoraOf lora = no_lora;
+  kernels::Float8 float8 = {};
 
+  /// For a layer whose gradients are parts of a sum, which may not be rounded, or that needs more
+  /// precision.
+  ModuleOptions without_float8() const {
+    ModuleOptions o = *this;
+    o.float8 = {};
+    return o;
+  }
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                  std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
     return {.name = name,
@@ -42,6 +51,9 @@ struct ModuleOptions {
 };
 
 using Cuts = std::vector<std::pair<Axes, std::int64_t>>;
+
+/// Products in float8 in tiles of this width; 0: null, they are LibTorch's.
+OwnProducts float8_products(std::int64_t tile);
 
 /// scale B (A x), from the layouts of A and B.
 template <auto A, auto B>
@@ -100,23 +112,25 @@ class Weight {
   Weight() = default;
   Weight(const std::string& name, std::int64_t out, std::int64_t in, const Cuts& cuts,
          const Cuts& cuts_of_a, const Cuts& cuts_of_b, const ModuleOptions& o)
-      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init) {
+      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init),
+        products_(float8_products(o.float8.dense)) {
+    weight_.stored().spec.float8_tile = o.float8.dense;
     if (const auto lora = o.lora(name))
       lora_.emplace(name, out, in, cuts_of_a, cuts_of_b, *lora, o);
   }
 
   template <auto X>
   auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
-    return plus_lora(linear(x, use(weight_)), x, numbers);
+    return plus_lora(linear(x, use(weight_), products_), x, numbers);
   }
   /// The same; a recompute that keeps values keeps the product with the weight.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
-    return plus_lora(kept_linear(x, use(weight_)), x, numbers);
+    return plus_lora(kept_linear(x, use(weight_), products_), x, numbers);
   }
   template <auto X, auto C>
   auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
-    return plus_lora(linear(x, use(weight_), bias), x, numbers);
+    return plus_lora(linear(x, use(weight_), bias, products_), x, numbers);
   }
   /// y = w x, plus the LoRA term.
   template <auto Y, auto X>
@@ -129,6 +143,8 @@ class Weight {
     return lora_ ? lora_->added_to(w) : w;
   }
   const Param<W>& weight() const { return weight_; }
+  /// Of the weight, not of what LoRA adds.
+  const OwnProducts& products() const { return products_; }
   Stored& stored() { return weight_.stored(); }
   bool has_lora() const { return lora_.has_value(); }
   template <class Fn>
@@ -139,6 +155,7 @@ class Weight {
 
  private:
   Param<W> weight_;
+  OwnProducts products_;
   std::optional<LowRank<A, B>> lora_;
 };
 
@@ -159,7 +176,8 @@ inline RowWeight row(const std::string& name, std::int64_t out, std::int64_t in,
 }
 inline UncutWeight uncut(const std::string& name, std::int64_t out, std::int64_t in,
                          const ModuleOptions& o) {
-  return {name, out, in, {}, {}, {}, o};
+  // Each tp rank has a part of its gradient.
+  return {name, out, in, {}, {}, {}, o.without_float8()};
 }
 
 /// x w^T + b, own outputs on tp.

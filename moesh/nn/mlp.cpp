@@ -18,8 +18,9 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up,
                             const at::Tensor& w, const c10::intrusive_ptr<raw::WeightSink>& sink,
-                            bool needs_values) {
+                            bool needs_values, const OwnProducts& own) {
     context->save_for_backward({gate, up, w});
+    if (own) context->saved_data["own"] = c10::IValue::make_capsule(own);
     context->saved_data["sink"] = c10::IValue::make_capsule(sink);
     if (!needs_values && raw::recall("a dense MLP")) {
       auto sizes = gate.sizes().vec();
@@ -27,15 +28,21 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
       return raw::not_computed(sizes, gate.options());
     }
     if (!needs_values) raw::keep("a dense MLP", {});
-    return at::linear(kernels::swiglu_forward(gate, up), w);
+    const at::Tensor h = kernels::swiglu_forward(gate, up);
+    return own ? own->forward(h, w) : at::linear(h, w);
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &w = saved[2];
     const at::Tensor rows = grads[0].flatten(0, -2);
     const bool has_dw = context->needs_input_grad(2);
-    const auto d =
-        kernels::swiglu_backward(gate, up, rows.mm(w).view(gate.sizes()), /*wants_h=*/has_dw);
+    const auto own = context->saved_data.find("own");
+    const at::Tensor dh =
+        own == context->saved_data.end()
+            ? rows.mm(w)
+            : c10::static_intrusive_pointer_cast<LinearProducts>(own->second.toCapsule())
+                  ->backward(rows, w);
+    const auto d = kernels::swiglu_backward(gate, up, dh.view(gate.sizes()), /*wants_h=*/has_dw);
     at::Tensor dw;
     if (has_dw) dw = rows.t().mm(d.h.flatten(0, -2));
     const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
@@ -45,16 +52,16 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
         // One pass over gate and up, for a third of what the layer would have to keep.
         sink->give({rows.t().mm(kernels::swiglu_forward(gate, up).flatten(0, -2))});
       });
-    return {d.gate, d.up, dw, {}, {}};
+    return {d.gate, d.up, dw, {}, {}, {}};
   }
 };
 
 }  // namespace
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
-                         bool needs_values) {
+                         bool needs_values, const OwnProducts& own) {
   const auto sink = raw::sink_for(gate, {w});
-  return SwigluLinear::apply(gate, up, sink->is_empty() ? w : w.detach(), sink, needs_values);
+  return SwigluLinear::apply(gate, up, sink->is_empty() ? w : w.detach(), sink, needs_values, own);
 }
 
 }  // namespace moesh::nn

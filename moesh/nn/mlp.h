@@ -17,15 +17,16 @@ namespace moesh::nn {
 /// and not what is in the brackets. With `needs_values` the backward of what follows needs those of
 /// the result, and a recompute computes them again.
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
-                         bool needs_values = false);
+                         bool needs_values = false, const OwnProducts& own = {});
 
 /// The same, by the features of the hidden layer that a rank has.
 template <auto L, auto W>
 auto swiglu_linear(const Tensor<L>& gate, const Tensor<L>& up, const Tensor<W>& w,
-                   bool needs_values = false) {
+                   bool needs_values = false, const OwnProducts& own = {}) {
   constexpr auto hidden = mix(Op::mul, apply(Unary::nonlinear, L), L);
   constexpr auto out = mix(Op::linear, hidden, W);
-  return assume<out>(swiglu_linear(gate.local(), up.local(), w.local(), needs_values));
+  return assume<out>(swiglu_linear(gate.local(), up.local(), w.local(), needs_values,
+                                   of_whole_gradients<out>(own)));
 }
 
 class Mlp {
@@ -40,7 +41,7 @@ class Mlp {
                  bool needs_values = false) const {
     const Full x = for_several(input);
     const auto gate = gate_.kept(x, numbers), up = up_.kept(x, numbers);
-    const auto y = swiglu_linear(gate, up, use(down_.weight()), needs_values);
+    const auto y = swiglu_linear(gate, up, use(down_.weight()), needs_values, down_.products());
     return down_.has_lora() ? down_.plus_lora(y, silu(gate) * up, numbers) : y;
   }
 

@@ -47,7 +47,8 @@ Moe::Moe(const MoeConfig& config)
                     ModuleOptions{.dtype = config.dtype,
                                   .device = config.device,
                                   .init = config.init,
-                                  .lora = config.lora});
+                                  .lora = config.lora,
+                                  .float8 = config.float8});
 }
 
 template <bool Sp>

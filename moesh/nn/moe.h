@@ -27,6 +27,7 @@ struct MoeConfig {
   Init init{.kind = Init::Distribution::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
   LoraOf lora = no_lora;
+  kernels::Float8 float8 = {};  // the routed experts' is in `experts`
 
   void validate() const;
 };

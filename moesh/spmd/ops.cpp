@@ -99,57 +99,71 @@ class KnownLinear : public torch::autograd::Function<KnownLinear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& y,
                             const c10::intrusive_ptr<WeightSink>& sink,
-                            const c10::intrusive_ptr<GradientSum>& sum) {
+                            const c10::intrusive_ptr<GradientSum>& sum, const OwnProducts& own) {
     const bool has_dw = w.requires_grad() || !sink->is_empty();  // else nobody asks for x again
     context->save_for_backward({has_dw ? x : at::Tensor(), w});
+    if (own) context->saved_data["own"] = c10::IValue::make_capsule(own);
     if (sum) context->saved_data["sum"] = c10::IValue::make_capsule(sum);
     context->saved_data["has_bias"] = b.has_value();
     context->saved_data["sink"] = c10::IValue::make_capsule(sink);
-    return y ? y->detach() : at::linear(x, w, b);
+    if (y) return y->detach();
+    if (!own) return at::linear(x, w, b);
+    const at::Tensor product = own->forward(x, w);
+    return b ? product + *b : product;
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto sink =
         c10::static_intrusive_pointer_cast<WeightSink>(context->saved_data["sink"].toCapsule());
     const auto saved = context->get_saved_variables();
     const at::Tensor rows = grads[0].flatten(0, -2);
+    const auto kept = [&](const char* name) -> c10::intrusive_ptr<torch::CustomClassHolder> {
+      const auto found = context->saved_data.find(name);
+      if (found == context->saved_data.end()) return {};
+      return found->second.toCapsule();
+    };
+    const auto sum = c10::static_intrusive_pointer_cast<GradientSum>(kept("sum"));
+    const auto own = c10::static_intrusive_pointer_cast<LinearProducts>(kept("own"));
     at::Tensor dx;
-    if (const auto sum = context->saved_data.find("sum"); sum != context->saved_data.end())
-      c10::static_intrusive_pointer_cast<GradientSum>(sum->second.toCapsule())
-          ->add_product(rows, saved[1]);
-    else if (context->needs_input_grad(0))
-      dx = rows.mm(saved[1]).unflatten(0, grads[0].sizes().slice(0, grads[0].dim() - 1));
+    if (sum && !own)
+      sum->add_product(rows, saved[1]);
+    else if (sum || context->needs_input_grad(0))
+      dx = (own ? own->backward(rows, saved[1]) : rows.mm(saved[1]))
+               .unflatten(0, grads[0].sizes().slice(0, grads[0].dim() - 1));
+    if (sum && own) sum->add(std::exchange(dx, {}));
     const at::Tensor db = context->saved_data["has_bias"].toBool() ? rows.sum(0) : at::Tensor();
     const bool has_dw = context->needs_input_grad(1);  // not of what is frozen, or left for later
-    if (sink->is_empty() && !has_dw) return {dx, {}, db, {}, {}, {}};
+    if (sink->is_empty() && !has_dw) return {dx, {}, db, {}, {}, {}, {}};
     const at::Tensor x = saved[0].detach().flatten(0, -2);
-    if (sink->is_empty()) return {dx, rows.t().mm(x), db, {}, {}, {}};
+    if (sink->is_empty()) return {dx, rows.t().mm(x), db, {}, {}, {}, {}};
     sink->leave([sink, rows, x] { sink->give({rows.t().mm(x)}); });
-    return {dx, {}, db, {}, {}, {}};
+    return {dx, {}, db, {}, {}, {}, {}};
   }
 };
 
 at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
-                        const at::Tensor& y) {
+                        const at::Tensor& y, const OwnProducts& own) {
   const auto sink = sink_for(x, {w});
   return KnownLinear::apply(x, sink->is_empty() ? w : w.detach(), optional_of(b), optional_of(y),
-                            sink, sum_for(x));
+                            sink, sum_for(x), own);
 }
 
-bool needs_known_linear(const at::Tensor& x, const at::Tensor& w) {
-  return later_of(w) || sum_for(x);
+bool needs_known_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
+  return own || later_of(w) || sum_for(x);
 }
 
 }  // namespace
 
-at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
-  return known_linear(x, w, {}, y);
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+                        const OwnProducts& own) {
+  return known_linear(x, w, {}, y, own);
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w) {
-  return needs_known_linear(x, w) ? known_linear(x, w, {}) : at::linear(x, w);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
+  return needs_known_linear(x, w, own) ? known_linear(x, w, {}, own) : at::linear(x, w);
 }
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
-  return needs_known_linear(x, w) ? known_linear(x, w, b, {}) : at::linear(x, w, b);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
+                  const OwnProducts& own) {
+  return needs_known_linear(x, w, own) ? known_linear(x, w, b, {}, own) : at::linear(x, w, b);
 }
 
 at::Tensor check_rows(const at::Tensor& x, at::Tensor y, std::int64_t num_dims, const char* what) {

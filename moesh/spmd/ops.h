@@ -3,17 +3,41 @@
 // (moesh/types/mixing.h); what the table refuses does not compile. The work is one line of ATen in
 // ops.cpp.
 
+#include <ATen/core/ivalue.h>
+
 #include <functional>
 #include <vector>
 
+#include "moesh/base/error.h"
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh {
 
+/// The products of a linear layer with its weight [out, in], where they are not LibTorch's. The
+/// gradient of the weight is what it always is.
+class LinearProducts : public torch::CustomClassHolder {
+ public:
+  /// x w^T over the last dimension.
+  virtual at::Tensor forward(const at::Tensor& x, const at::Tensor& w) const = 0;
+  /// rows w, of rows [N, out]: the gradient of the input.
+  virtual at::Tensor backward(const at::Tensor& rows, const at::Tensor& w) const = 0;
+};
+using OwnProducts = c10::intrusive_ptr<LinearProducts>;  // null: LibTorch's
+
+/// Own products may round the gradient of their result. That of an R is a part of a sum on each
+/// rank, and the sum of rounded parts is not the rounded sum.
+template <auto Out>
+const OwnProducts& of_whole_gradients(const OwnProducts& own) {
+  if constexpr (axes_with(Out, Place::R) != none)
+    MOESH_CHECK(!own, "own products of a linear layer whose result is R on ",
+                to_string(axes_with(Out, Place::R)), "; its gradient is a partial sum there");
+  return own;
+}
+
 namespace raw {
 at::Tensor for_several(const at::Tensor& x);
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own = {});
 at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tensor& a,
                         double factor);
 at::Tensor add(const at::Tensor& a, const at::Tensor& b);
@@ -50,9 +74,9 @@ Tensor<L> for_several(const Tensor<L>& x) {
 /// x w^T over the last dimension. rows T, w R -> T; x R, w F -> F (column); x F, w F -> P (row);
 /// rows E, w E -> E.
 template <auto A, auto B>
-auto linear(const Tensor<A>& x, const Tensor<B>& w) {
+auto linear(const Tensor<A>& x, const Tensor<B>& w, const OwnProducts& own = {}) {
   constexpr auto out = mix(Op::linear, A, B);
-  return assume<out>(raw::linear(x.local(), w.local()));
+  return assume<out>(raw::linear(x.local(), w.local(), of_whole_gradients<out>(own)));
 }
 
 /// w + factor b a, of matrices [out, in], [out, r] and [r, in]: w has the rows that b has, and the
@@ -196,17 +220,20 @@ namespace raw {
 
 /// x w^T over the last dimension, as `y`, which has its value; undefined: it is computed. Its
 /// gradients are those of at::linear, to the bit; that of w is left for later, where it may be.
-at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y);
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+                        const OwnProducts& own = {});
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
+                  const OwnProducts& own = {});
 
 }  // namespace raw
 
 /// x w^T + b over the last dimension, rounded once: the product is not written without the bias.
 template <auto A, auto B, auto C>
-auto linear(const Tensor<A>& x, const Tensor<B>& w, const Tensor<C>& b) {
+auto linear(const Tensor<A>& x, const Tensor<B>& w, const Tensor<C>& b,
+            const OwnProducts& own = {}) {
   constexpr auto out = mix(Op::add, mix(Op::linear, A, B), C);
-  return assume<out>(raw::linear(x.local(), w.local(), b.local()));
+  return assume<out>(raw::linear(x.local(), w.local(), b.local(), of_whole_gradients<out>(own)));
 }
 
 // Functions of rows, written on plain tensors: each rank calls them on the rows that it holds. The

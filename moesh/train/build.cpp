@@ -255,6 +255,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                                    .gpu_kernels = gpu_kernels(config),
                                    .weight_copies = config.kernels.weight_copies,
                                    .lora = lora(config).of(),
+                                   .float8 = float8(config),
                                    .is_frozen = frozen(config).is_frozen(),
                                    .quantization =
                                        [all = quantization(config)](const std::string& name) {

@@ -97,6 +97,14 @@ void warn_of_no_overlap(const Config& config) {
                 : "a trace (profile.steps) leaves out the operators of backwards beside a forward");
 }
 
+void warn_of_slow_float8(const Config& config) {
+  if (!float8(config).any()) return;
+  log_warn(describe_option(config, "training.float8"), ", ",
+           describe_option(config, "training.float8_dense"),
+           ": products in float8 are computed by LibTorch's operations, by rounding what is "
+           "multiplied, and take longer than without; moesh has no kernels for them yet");
+}
+
 // The time that Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave
 // half a minute or more.
 double seconds_before_kill() {
@@ -226,6 +234,7 @@ void tell_before_first_step(const Config& config) {
   warn_of_few_micro_batches(config);
   warn_of_no_overlap(config);
   warn_of_other_dropout(config);
+  warn_of_slow_float8(config);
   if (config.lora.base != "compute")
     log_info("lora.base: ", describe_quantization(quantization(config)),
              ", all others of the frozen model in ", config.training.dtype);

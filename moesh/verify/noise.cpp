@@ -125,6 +125,11 @@ std::int64_t first_lost(const NamedTensors& run) {
 
 }  // namespace
 
+at::ScalarType noise_type(const config::Config& config) {
+  const at::ScalarType own = config::scalar_type(config);
+  return config::float8(config).any() && own != at::kDouble ? at::kBFloat16 : own;
+}
+
 std::string movement_name(const std::string& param) { return "movement of " + param; }
 
 at::Tensor Nearby::draw(const Stored& w, std::int64_t step) const {

@@ -9,6 +9,13 @@
 
 namespace moesh::verify {
 
+/// The type whose rounding tells the noise of a run: its own, or bfloat16 where products are in
+/// float8. A code jumps by a step where a number passes the middle between two of them. In float32
+/// a mesh may see that at one number of a thousand tensors, and runs that are one rounding away at
+/// another one; weights that begin as far away as bfloat16 rounds make every tensor see jumps. In
+/// float64 nobody comes so near to the middle.
+at::ScalarType noise_type(const config::Config& config);
+
 std::string movement_name(const std::string& param);
 /// Names the largest logits of each head, by which QK-clip goes.
 std::string largest_logits_name(nn::Attention& attention, std::int64_t step);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 
 #include "moesh/base/error.h"
@@ -302,13 +303,13 @@ class OneRank {
     c.config = changed(c.config, {{"training.dtype", dtype, {"one rank"}}});
     std::vector<NamedTensors> all{run(c, nullptr)};
     for (std::uint64_t i = 0; i < num_nearby; ++i) {
-      const Nearby nearby(all.front(), scalar_type(c.config), i, roundings);
+      const Nearby nearby(all.front(), noise_type(c.config), i, roundings);
       NamedTensors other = run(c, &nearby);
       note_nearby(all.front(), other);
       std::erase_if(other.tensors, [](const auto& t) { return !is_bounded(t.first); });
       all.push_back(std::move(other));
     }
-    set_noise(all.front(), scalar_type(c.config), roundings);
+    set_noise(all.front(), noise_type(c.config), roundings);
     return all;
   }
 
@@ -341,8 +342,8 @@ VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby) {
   set_movement_noise(result, one_rank(c.config), c.steps);
   if (dtype != wide)
     result.unexplained = unexplained(
-        runs, scalar_type(c.config),
-        one.run(wide, 1, num_nearby, roundings_in_float64(scalar_type(c.config))).front());
+        runs, noise_type(c.config),
+        one.run(wide, 1, num_nearby, roundings_in_float64(noise_type(c.config))).front());
   result.routing = std::move(one.routing);
   return result;
 }
@@ -453,6 +454,13 @@ Config fitted(const Config& config, const SweepMesh& mesh) {
         if constexpr (requires { m.num_key_heads; }) {
           m.num_key_heads = fit(m.num_key_heads, shape.tp);
           m.num_value_heads = fit(m.num_value_heads, m.num_key_heads);
+        }
+        if (const auto tile = float8(config); tile.any()) {
+          const std::int64_t t = config.training.float8_tile,
+                             t_cut = t * std::lcm(shape.tp, shape.etp);
+          m.dim = fit(m.dim, t), m.moe_ffn = fit(m.moe_ffn, t_cut);
+          if constexpr (requires { m.ffn; }) m.ffn = fit(m.ffn, t_cut);
+          if constexpr (requires { m.shared_ffn; }) m.shared_ffn = fit(m.shared_ffn, t_cut);
         }
         if constexpr (requires { m.num_groups; }) {
           m.num_experts = fit(m.num_experts, shape.ep);

@@ -7,6 +7,7 @@ whose ranks read their parts computes what one rank does. With LoRA the weights 
 """
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -136,6 +137,63 @@ def stays_as_it_is(moesh, tmp, folder, meshes, dtypes=("bfloat16", "float32")):
             assert runs["compute"] == runs["stored"], f"{folder.name}, {dtype}, {mesh}"
 
 
+def blockwise(w):
+    """Codes and scales of a matrix as convert --float8 must write them."""
+    rows, columns = (-(-n // 128) for n in w.shape)
+    codes, scales = torch.empty(w.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            mantissa, exponent = math.frexp(max(w[at].abs().max().item(), 1e-27) / 448)
+            scales[i, j] = 2.0 ** (exponent - (mantissa == 0.5))
+            codes[at] = (w[at] / scales[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def exported(moesh, tmp, plain):
+    """convert --float8 writes what the formula says, and reads it back as transformers does."""
+    weights = load_file(plain / "model.safetensors")
+    for size in "5GB", "100kB":  # scales may be in the next file
+        torch.manual_seed(3)
+        out, back = tmp / f"exported{size}", tmp / f"back{size}"
+        again = tmp / f"plain{size}"
+        AutoModelForCausalLM.from_pretrained(plain).save_pretrained(again, max_shard_size=size)
+        run(moesh, "convert", again, out, "--float8")
+        got = {}
+        for file in out.glob("*.safetensors"):
+            got.update(load_file(file))
+        num_float8 = 0
+        for name, w in weights.items():
+            if w.dim() != 2 or "_proj" not in name:
+                assert torch.equal(got.pop(name), w), name
+                continue
+            codes, scales = blockwise(w)
+            num_float8 += 1
+            found = got.pop(name)
+            assert found.dtype == torch.float8_e4m3fn, f"{name}: {found.dtype}"
+            assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8)), name
+            assert torch.equal(got.pop(name + "_scale_inv"), scales), name
+        assert num_float8 > 10 and not got, got.keys()
+        described = json.loads((out / "config.json").read_text())["quantization_config"]
+        others = described.pop("modules_to_not_convert")
+        assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"} == set(others), others
+        assert described == {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                             "weight_block_size": [128, 128]}, described
+        assert not run(moesh, "inspect", out, "--check").count("DAMAGED")
+        run(moesh, "convert", out, back, "--dtype", "float32")
+        got = load_file(next(back.glob("*.safetensors")))
+        for name, w in weights.items():
+            if name + "_scale_inv" in got or w.dim() != 2 or "_proj" not in name:
+                continue
+            codes, scales = blockwise(w)
+            grid = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            wanted = codes.float() * grid[:w.shape[0], :w.shape[1]]
+            assert torch.equal(got[name], wanted), name
+            assert (wanted - w).norm() < 0.04 * w.norm(), name
+    said = run(moesh, "convert", plain, tmp / "refused", "--float8", "--layout", "stacked", code=2)
+    assert "float8 takes matrices" in said, said
+
+
 def refused_base(moesh, folder, name, change, text):
     """So is one of weights that stay as they are."""
     path = folder / "model.safetensors"
@@ -164,6 +222,7 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         tmp = pathlib.Path(tmp)
         folder = check(moesh, tmp, deepseek(), to_float8, "fp8")
+        exported(moesh, tmp, tmp / "deepseek_v3_plain")
         stays_as_it_is(moesh, tmp, folder, ("tp=1", "dp_shard=3,tp=2", "pp=2,dp_shard=2,ep=2", "cp=2,tp=2,etp=4"))
         expert = "model.layers.1.mlp.experts.2.up_proj.weight"
         refused_base(moesh, folder, expert, lambda t: t.view(torch.uint8)[3].fill_(127), "NaN or inf")

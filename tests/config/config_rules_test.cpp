@@ -119,6 +119,43 @@ TEST(ConfigRules, TheRangeOfEveryOption) {
   EXPECT_GT(num_values, 60);
 }
 
+TEST(ConfigRules, TilesOfFloat8StayOnARank) {
+  const Values experts{{"training.float8", std::string("blockwise")}},
+      dense{{"training.float8_dense", std::string("blockwise")}},
+      split{{"training.float8", std::string("blockwise")},
+            {"parallelism.tensor_parallel_degree", std::int64_t{2}},
+            {"parallelism.expert_tensor_parallel_degree", std::int64_t{2}}};
+  const std::string tile = "training.float8_tile";
+  // deepseek_v3:tiny has a width of 32, and experts of 24.
+  expect_case({.values = {{tile, std::int64_t{16}}},
+               .texts = {"model.moe_ffn is 24 (deepseek_v3:tiny)", "set training.float8_tile to 8",
+                         "model.moe_ffn to 16 or 32"},
+               .cure = {{tile, std::int64_t{8}}},
+               .given = experts});
+  expect_case({.values = {{tile, std::int64_t{24}}},
+               .texts = {"model.dim is 32 (deepseek_v3:tiny)", "set training.float8_tile to 8",
+                         "model.dim to 24 or 48"},
+               .cure = {{tile, std::int64_t{8}}},
+               .given = experts});
+  expect_case({.values = {{tile, std::int64_t{8}}},
+               .texts = {"model.moe_ffn is 24 (deepseek_v3:tiny)",
+                         "parallelism.expert_tensor_parallel_degree is 2 (command line)",
+                         "set training.float8_tile to 4", "model.moe_ffn to 16 or 32",
+                         "or lower parallelism.expert_tensor_parallel_degree"},
+               .cure = {{tile, std::int64_t{4}}},
+               .given = split});
+  // Dense projections may end with a short tile, except where ranks split them.
+  EXPECT_NO_THROW(check({}, {.values = {}, .texts = {}, .cure = {}, .given = dense}));
+  Values of_tp = dense;
+  of_tp.emplace_back("parallelism.tensor_parallel_degree", std::int64_t{4});
+  expect_case({.values = {{tile, std::int64_t{16}}},
+               .texts = {"parallelism.tensor_parallel_degree is 4 (command line)",
+                         "dimension 0 of model.layers.0.self_attn.q_b_proj.weight is 96",
+                         "set training.float8_tile to 2", "that size to 64 or 128"},
+               .cure = {{tile, std::int64_t{2}}},
+               .given = of_tp});
+}
+
 TEST(ConfigRules, EveryNumberHasARange) {
   for (const Option& o : options()) {
     const Value initial = o.initial();

@@ -170,6 +170,12 @@ Args debug(const Args& more, bool on_ranks = false) {
 TEST(EstimatedPeak, OneRank) { expect_peak(debug({})); }
 TEST(EstimatedPeak, OneRankFloat32) { expect_peak(debug({"--dtype=float32"})); }
 TEST(EstimatedPeak, Recompute) { expect_peak(debug({"--activation_checkpoint.mode=full"})); }
+TEST(EstimatedPeak, Float8) {
+  const Args float8{"--training.float8=blockwise", "--training.float8_dense=blockwise",
+                    "--training.float8_tile=64"};
+  expect_peak(debug(float8));
+  expect_peak(debug({float8[0], float8[2], "--activation_checkpoint.mode=full"}));
+}
 TEST(EstimatedPeak, Documents) {
   expect_peak(debug({"--data.document_mask=true"}));
   expect_peak(debug({"--data.document_mask=true", "--mesh=cp=2"}, true));

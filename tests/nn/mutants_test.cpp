@@ -12,6 +12,7 @@
 #include "moesh/verify/compare.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/verify.h"
+#include "tests/kernels/float8_check.h"
 #include "tests/kernels/quantized_check.h"
 #include "tests/mutants/check.h"
 #include "tests/nn/delta_net_check.h"
@@ -158,6 +159,16 @@ const mutants::Provide quantized("quantized", [](Settings& settings) -> Check {
   const auto kind = settings.take("mxfp4") != 0 ? kernels::Quantization::Format::mxfp4
                                                 : kernels::Quantization::Format::float8;
   return [=] { return quantized_check::complaint(kind); };
+});
+
+// Products in float8 by the definition.
+const mutants::Provide float8("float8", [](Settings& settings) -> Check {
+  if (settings.take("codes") != 0) return [] { return float8_check::codes_complaint(); };
+  if (settings.take("product") != 0)
+    return [] { return float8_check::product_complaint(at::kDouble); };
+  MOESH_CHECK(settings.take("experts") != 0, ErrorKind::config,
+              "float8 takes codes, product or experts");
+  return [] { return float8_check::experts_complaint(at::kDouble); };
 });
 
 // One step on a mesh against one rank, which makes the same mistake, but cuts the step otherwise.

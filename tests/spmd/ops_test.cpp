@@ -164,6 +164,38 @@ TEST(Backward, KeepsNoInputForFrozenWeights) {
   }
 }
 
+// Twice the product, and three times the gradient of its input: which of them is used where shows.
+class Scaled final : public LinearProducts {
+ public:
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& w) const override {
+    return 2 * x.matmul(w.t());
+  }
+  at::Tensor backward(const at::Tensor& rows, const at::Tensor& w) const override {
+    return 3 * rows.mm(w);
+  }
+};
+
+TEST(Linear, OwnProductsGiveTheResultAndTheGradientOfTheInput) {
+  const OwnProducts own = c10::make_intrusive<Scaled>();
+  const at::Tensor b = random({5}), dy = random({2, 3, 5});
+  for (const bool together : {false, true}) {
+    const at::Tensor leaf = random({2, 3, 4}).requires_grad_(true),
+                     w = random({5, 4}).requires_grad_(true);
+    const at::Tensor x = together ? raw::for_several(leaf) : leaf;
+    const at::Tensor y = raw::linear(x, w, own), z = raw::linear(x, w, b, own);
+    EXPECT_TRUE(at::allclose(y, 2 * leaf.matmul(w.t())));
+    EXPECT_TRUE(at::allclose(z, 2 * leaf.matmul(w.t()) + b));
+    (y + z).backward(dy);
+    EXPECT_TRUE(at::allclose(leaf.grad(), 6 * dy.matmul(w.detach())));
+    const at::Tensor rows = dy.flatten(0, 1);
+    EXPECT_TRUE(at::allclose(w.grad(), 2 * rows.t().mm(leaf.detach().flatten(0, 1))));
+  }
+  // A gradient that is a part of a sum may not be rounded.
+  const auto x = assume<Dense{T, T, R}>(random({3, 4}));
+  EXPECT_NO_THROW(linear(x, assume<Dense{R, R, F}>(random({5, 4})), own));
+  EXPECT_THROW(linear(x, assume<Dense{R, R, R}>(random({5, 4})), own), Error);
+}
+
 TEST(Backward, ErrorsNameTheCure) {
   const auto x = as_leaf(assume<Dense{P, P, P}>(at::ones({2})));
   EXPECT_THROW(backward(x), Error);

@@ -165,6 +165,10 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
   if (draw.one_in(10)) add(data_of_files(draw, folder));
   add({"--data.sequence_length=" + std::to_string(1 + draw.below(10)),
        "--data.batch_size=" + std::to_string(1 + draw.below(3))});
+  if (draw.one_in(6)) {  // tiles that tiny sizes are multiples of
+    add({"--training.float8_tile=" + draw.one_of(Args{"2", "4"}), "--training.float8=blockwise"});
+    if (draw.one_in(2)) add({"--training.float8_dense=blockwise"});
+  }
   for (const auto& o : config::options())
     if (is_drawn(o) && draw.one_in(6))
       add_value(o.name, other_values(o.default_in(found.c.config), o.rule.choices));

@@ -16,6 +16,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "moesh/kernels/check.h"
+#include "moesh/kernels/float8.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels::aten {
@@ -151,16 +152,19 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
                               const ExpertsInput& input) {
   const RowsByExpert groups(weights, input);
   const ExpertsLora& lora = weights.lora;
+  const std::int64_t tile = config.float8_tile;
   ExpertsOutput out{{}, {input, {}, {}}};
   {
-    const at::Tensor rows_RD = gathered(input, input.x);
-    out.saved.gate_RF = groups.rows_times(rows_RD, weights.w1_eFD.transpose(1, 2));
-    out.saved.up_RF = groups.rows_times(rows_RD, weights.w3_eFD.transpose(1, 2));
+    const at::Tensor rows_RD = gathered(input, float8_rows(input.x, tile));
+    out.saved.gate_RF =
+        groups.rows_times(rows_RD, float8_weight(weights.w1_eFD, tile).transpose(1, 2));
+    out.saved.up_RF =
+        groups.rows_times(rows_RD, float8_weight(weights.w3_eFD, tile).transpose(1, 2));
     if (lora.a13_erD.defined()) {
-      const auto added = groups
-                             .rows_times(low_rank(groups, rows_RD, lora.a13_erD, lora.scale13),
-                                         joined(lora.b13_e2Fr).transpose(1, 2))
-                             .chunk(2, 1);
+      const at::Tensor low_Rr = low_rank(groups, tile > 0 ? gathered(input, input.x) : rows_RD,
+                                         lora.a13_erD, lora.scale13);
+      const auto added =
+          groups.rows_times(low_Rr, joined(lora.b13_e2Fr).transpose(1, 2)).chunk(2, 1);
       out.saved.gate_RF.add_(added[0]), out.saved.up_RF.add_(added[1]);
     }
   }
@@ -172,7 +176,8 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
           .h;
   if (config.scores == ScoreSide::after) h.mul_(input.scores_R.unsqueeze(1));
   h = h.to(input.x.scalar_type());
-  at::Tensor y_RD = groups.rows_times(h, weights.w2_eDF.transpose(1, 2));
+  at::Tensor y_RD =
+      groups.rows_times(float8_rows(h, tile), float8_weight(weights.w2_eDF, tile).transpose(1, 2));
   if (lora.a2_erF.defined())
     y_RD.add_(groups.rows_times(low_rank(groups, h, lora.a2_erF, lora.scale2),
                                 lora.b2_eDr.transpose(1, 2)));
@@ -190,13 +195,17 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   const ExpertsInput& in = saved.input;
   const RowsByExpert groups(weights, in);
   const ExpertsLora& lora = weights.lora;
+  const std::int64_t tile = config.float8_tile;
   const auto dtype = in.x.scalar_type();
   const bool before = config.scores == ScoreSide::before, after = config.scores == ScoreSide::after;
   const at::Tensor scores_R1 = in.scores_R.defined() ? in.scores_R.unsqueeze(1) : at::Tensor();
   ExpertsGradients out;
 
   const at::Tensor dy_RD = gathered(in, dy);
-  at::Tensor dh = groups.rows_times(dy_RD, weights.w2_eDF).to(wide(dy));
+  at::Tensor dh = groups
+                      .rows_times(tile > 0 ? gathered(in, float8_rows(dy, tile)) : dy_RD,
+                                  float8_weight(weights.w2_eDF, tile))
+                      .to(wide(dy));
   at::Tensor d_low2_Rr, d_low13_Rr;  // of what a2 and a13 give, before their scale
   if (lora.a2_erF.defined()) {
     d_low2_Rr = groups.rows_times(dy_RD, lora.b2_eDr).mul_(lora.scale2);
@@ -225,7 +234,8 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     dg.mul_(scores_R1), du.mul_(scores_R1);
   }
   dg = dg.to(dtype), du = du.to(dtype);
-  out.x = groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD));
+  out.x = groups.rows_times(float8_rows(dg, tile), float8_weight(weights.w1_eFD, tile))
+              .add_(groups.rows_times(float8_rows(du, tile), float8_weight(weights.w3_eFD, tile)));
   if (lora.a13_erD.defined()) {
     d_low13_Rr = groups.rows_times(at::cat({dg, du}, 1), joined(lora.b13_e2Fr)).mul_(lora.scale13);
     out.x.add_(groups.rows_times(d_low13_Rr, lora.a13_erD));

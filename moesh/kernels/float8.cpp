@@ -1,0 +1,106 @@
+#include "moesh/kernels/float8.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <limits>
+
+#include "moesh/kernels/check.h"
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels {
+namespace {
+
+constexpr double kLeast = 1e-27;  // of a largest magnitude: zeros have a scale, too
+constexpr double kMost = 448;     // the largest code
+
+// The least power of two that is not less than x >= kLeast; NaN where x is not finite.
+at::Tensor next_power_of_two(const at::Tensor& x) {
+  constexpr std::int64_t kMantissa = (std::int64_t{1} << 52) - 1;
+  return x.view(at::kLong)
+      .add(kMantissa)
+      .bitwise_and(~kMantissa)
+      .view(at::kDouble)
+      .masked_fill(x.isfinite().logical_not(), std::numeric_limits<double>::quiet_NaN());
+}
+
+// [.., rows, columns] in blocks.
+QuantizedBox quantized(const at::Tensor& x, std::int64_t rows, std::int64_t columns) {
+  const std::int64_t num_rows = x.size(-2), num_columns = x.size(-1);
+  const std::int64_t row_blocks = (num_rows + rows - 1) / rows,
+                     column_blocks = (num_columns + columns - 1) / columns;
+  QuantizedBox box{{Quantization::Format::float8, rows, columns},
+                   std::vector<std::int64_t>(static_cast<std::size_t>(x.dim()), 0),
+                   x.sizes().vec(),
+                   {},
+                   {}};
+  at::Tensor numbers = x.to(at::kFloat);
+  if (x.is_meta()) {  // the memory of what follows
+    const at::Tensor quotients = at::empty_like(numbers);
+    auto blocks = x.sizes().vec();
+    blocks[blocks.size() - 2] = row_blocks, blocks.back() = column_blocks;
+    box.codes = at::empty(x.sizes(), x.options().dtype(at::kByte));
+    box.scales = at::empty(blocks, x.options().dtype(at::kFloat));
+    return box;
+  }
+  const bool is_padded = row_blocks * rows != num_rows || column_blocks * columns != num_columns;
+  if (is_padded)
+    numbers = at::constant_pad_nd(
+        numbers, {0, column_blocks * columns - num_columns, 0, row_blocks * rows - num_rows});
+  numbers = numbers.unflatten(-1, {column_blocks, columns}).unflatten(-3, {row_blocks, rows});
+  const at::Tensor largest = numbers.abs().amax({-3, -1}).to(at::kDouble);
+  box.scales = next_power_of_two(largest.clamp_min(kLeast).div(kMost)).to(at::kFloat);
+  at::Tensor codes = numbers.div(box.scales.unsqueeze(-1).unsqueeze(-3))
+                         .clamp_(-kMost, kMost)
+                         .to(at::kFloat8_e4m3fn)
+                         .view(at::kByte)
+                         .flatten(-2)
+                         .flatten(-3, -2);
+  if (is_padded) codes = codes.narrow(-1, 0, num_columns).narrow(-2, 0, num_rows).contiguous();
+  box.codes = codes;
+  return box;
+}
+
+void check_tile(const char* what, const at::Tensor& x, std::int64_t tile) {
+  MOESH_CHECK(x.defined() && x.dim() >= 2 && is_kernel_dtype(x.scalar_type()) && tile >= 1,
+              ErrorKind::data, what, " is ", describe(x), ", to be in float8 in tiles of ", tile,
+              "; it takes [.., rows, features] of float64, float32 or bfloat16, and 1 or more");
+}
+
+}  // namespace
+
+QuantizedBox float8_tiles(const at::Tensor& x, std::int64_t tile) {
+  check_tile("x", x, tile);
+  const at::NoGradGuard no_grad;
+  return quantized(x, 1, tile);
+}
+
+QuantizedBox float8_blocks(const at::Tensor& w, std::int64_t tile) {
+  check_tile("w", w, tile);
+  const at::NoGradGuard no_grad;
+  return quantized(w, tile, tile);
+}
+
+at::Tensor float8_rows(const at::Tensor& x, std::int64_t tile) {
+  if (tile == 0 || x.numel() == 0) return x;
+  return dequantize(float8_tiles(x, tile), x.scalar_type());
+}
+
+at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile) {
+  if (tile == 0 || w.numel() == 0) return w;
+  return dequantize(float8_blocks(w, tile), w.scalar_type());
+}
+
+at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {
+  check_tile("rows_MK", rows_MK, tile);
+  check_tile("w_KN", w_KN, tile);
+  MOESH_CHECK(rows_MK.dim() == 2 && w_KN.dim() == 2 && rows_MK.size(1) == w_KN.size(0) &&
+                  rows_MK.scalar_type() == w_KN.scalar_type() && rows_MK.device() == w_KN.device(),
+              ErrorKind::data, "rows_MK is ", describe(rows_MK), " and w_KN ", describe(w_KN),
+              "; the product takes [M, K] and [K, N] of one type on one device");
+  const at::NoGradGuard no_grad;
+  return kernels_for(rows_MK.device()).float8_product(rows_MK.contiguous(), w_KN, tile);
+}
+
+}  // namespace moesh::kernels

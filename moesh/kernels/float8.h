@@ -1,0 +1,36 @@
+#pragma once
+// Products in blockwise float8 (E4M3), for training. The definition:
+//   rows (activations, gradients of outputs): tiles of 1 x T, T features of one row
+//   weights [.., N, K]: blocks of T x T; the last tile or block of a dimension may be short
+//   s = max(largest magnitude, 1e-27) / 448, rounded up to a power of two
+//   q = x / s, as the nearest code (of two, the even one); both see x as float32
+//   Y[m, n] = sum over kb of sA[m, kb] sB[n / T, kb] (sum over k in kb of qA[m, k] qB[n, k])
+// A block of a weight has the same scale both ways, so the transposed weight has the same codes.
+// Scales are powers of two, so s q is a number of bfloat16, and a plain product of these numbers is
+// Y, up to the order of its sums. That is how LibTorch's ops compute it here, on every device.
+
+#include <ATen/core/Tensor.h>
+
+#include "moesh/kernels/quantized.h"
+
+namespace moesh::kernels {
+
+/// Which products of a model are in float8: T of those of experts and of dense projections; 0: they
+/// are in the type of the run.
+struct Float8 {
+  std::int64_t experts = 0, dense = 0;
+  bool any() const { return experts > 0 || dense > 0; }
+};
+
+/// Codes and scales of rows [.., C], and of weights [.., N, K].
+QuantizedBox float8_tiles(const at::Tensor& x, std::int64_t tile);
+QuantizedBox float8_blocks(const at::Tensor& w, std::int64_t tile);
+
+/// The numbers s q, in the type of what is rounded. tile 0: the same tensor.
+at::Tensor float8_rows(const at::Tensor& x, std::int64_t tile);
+at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile);
+
+/// Y = rows w, of [M, K] and [K, N], in the type of the rows; w may be a transposed view.
+at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile);
+
+}  // namespace moesh::kernels

@@ -1,0 +1,18 @@
+#pragma once
+// Products in float8 by the definition, in loops and float64: no code is common to it and the
+// kernels. What is wrong, or "".
+
+#include <string>
+
+#include "moesh/kernels/float8.h"
+
+namespace moesh::float8_check {
+
+/// Codes and scales of rows and of weights, each with the formula.
+std::string codes_complaint();
+/// float8_product of a weight and of a transposed one, in this type.
+std::string product_complaint(at::ScalarType dtype);
+/// The experts' forward, and the gradients of their input, scores and weights, in this type.
+std::string experts_complaint(at::ScalarType dtype);
+
+}  // namespace moesh::float8_check
