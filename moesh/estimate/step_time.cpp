@@ -68,12 +68,23 @@ double part_in_pairs(const Config& config, const MeshShape& mesh, std::int64_t n
   return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);
 }
 
+// FLOPs of a layer's attention for a token, behind which keys and values of other cp ranks travel:
+// those of half the heads behind the attention of the others.
+double scores_beside_keys(const Config& config, const ModelShape& model, const MeshShape& mesh,
+                          size_t layer) {
+  const models::ModelFacts facts = models::facts(config.model.architecture);
+  const bool in_halves = !facts.sends_latents && facts.num_kv_heads / mesh.tp % 2 == 0;
+  return mesh.cp > 1 && in_halves ? model.scores[layer] / 2 : 0;
+}
+
 Parts parts_of(const PartProfile& p, double flops, const Config& config, const Cluster& cluster,
-               const MeshShape& mesh, double gathers_of_each = 1, double in_pairs = 0) {
+               const MeshShape& mesh, double gathers_of_each = 1, double in_pairs = 0,
+               double scores = 0) {
   Parts out;
+  const double times = recomputes(config) ? 4.0 / 3 : 1;
   out.forward_compute = seconds_of_flops(flops, cluster) / 3;
-  out.compute = seconds_of_flops(flops, cluster) * (recomputes(config) ? 4.0 / 3 : 1);
-  double gathers = 0;
+  out.compute = seconds_of_flops(flops, cluster) * times;
+  double gathers = 0, keys = 0;
   for (const auto& [key, entry] : p.traffic) {
     const Axes axes = axes_of(key.first);
     double time =
@@ -88,8 +99,10 @@ Parts parts_of(const PartProfile& p, double flops, const Config& config, const C
       out.experts += time;
     } else {
       out.tensor += time;
+      if (axes == cp) keys += time;
     }
   }
+  out.tensor -= std::min(keys / 2, seconds_of_flops(scores, cluster) * times);
   out.experts -= in_pairs * std::min(out.experts, out.compute);
   // The parameters of the next block travel while this one computes, forward and backward, and
   // gradients are reduced while backward goes on.
@@ -213,7 +226,8 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     return known[key] = parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster,
-                                 mesh, gathers_of_each, in_pairs);
+                                 mesh, gathers_of_each, in_pairs,
+                                 tokens * scores_beside_keys(config, model, mesh, i));
   };
   const Parts ends = parts_of(profile.ends, 0, config, cluster, mesh);
   const Parts head = parts_of_head(tokens * model.head_flops, cluster);
@@ -428,7 +442,7 @@ double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster,
   Parts sum;
   for (size_t i = 0; i < model.is_moe.size(); ++i)
     sum.add(parts_of(profile.layers.at(model.is_moe[i]), of_rank * layer_flops[i], config, cluster,
-                     mesh));
+                     mesh, 1, 0, of_rank * scores_beside_keys(config, model, mesh, i)));
   sum.add(parts_of_head(of_rank * model.head_flops, cluster));
   return tokens * mesh.dp_replicate * mesh.dp_shard / (sum.compute + sum.tensor + sum.experts);
 }

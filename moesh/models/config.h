@@ -33,6 +33,7 @@ struct ModelFacts {
   std::int64_t num_mtp_layers = 0;
   std::int64_t num_heads = 0, num_kv_heads = 0;
   std::int64_t num_key_heads = 0;  // of layers that carry a state along the sequence
+  bool sends_latents = false;      // between cp ranks, of which keys and values come there
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;

@@ -73,10 +73,10 @@ class Mla final : public nn::Attention {
     };
 
     const at::Tensor numbers = tokens.span_numbers();
-    const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD, numbers)) : x_BLD;
-    const Heads q =
-        map_heads(turned_queries, nn::split_heads(q_(q_in, numbers), nope_ + rope_dim_));
-
+    const auto queries = [&]() -> Heads {
+      const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD, numbers)) : x_BLD;
+      return map_heads(turned_queries, nn::split_heads(q_(q_in, numbers), nope_ + rope_dim_));
+    };
     const auto [latent, shared_key] = split_features(kv_a_(x_BLD, numbers), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
@@ -86,17 +86,20 @@ class Mla final : public nn::Attention {
                    kv_norm_(latent), turned);
       const Full& latents = kv_cache->add(nn::all_positions(both, tokens));
       const Heads y =
-          nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *kv_cache);
+          nn::attend_latents(queries(), latents, kv_b_.whole(), nope_, tokens, options_, *kv_cache);
       return o_(nn::merge_heads(y), numbers);
     }
-    // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
-    const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
-    const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
+    // Between cp ranks travels the latent, not the keys and values of all heads that come of it,
+    // while queries are made.
+    auto moving_latent = nn::start_seen_positions(kv_norm_(latent), tokens, options_),
+         moving_key = nn::start_seen_positions(turned, tokens, options_);
+    const Heads q = queries();
+    const Full seen_latent = moving_latent.wait(), seen_key = moving_key.wait();
     // Dropout of a latent is the same on every cp rank that sees it.
     const auto both = kv_b_(seen_latent, nn::seen_numbers(tokens, options_));
     const auto [k, v] = nn::latent_heads(nn::split_heads(both, nope_ + v_dim_), seen_key, nope_);
     if (logits) logits->see(q, k, tokens, options_);
-    const Heads y = nn::attend(q, k, v, tokens, options_);
+    const Heads y = nn::attend(q, k, v, {}, tokens, options_);
     return o_(nn::merge_heads(y), numbers);
   }
 
@@ -153,6 +156,7 @@ DecoderPlan DeepseekV3Config::plan() const {
 
 ModelFacts DeepseekV3Config::facts() const {
   ModelFacts facts = DecoderConfig::facts();
+  facts.sends_latents = true;
   add_to(facts);
   return facts;
 }

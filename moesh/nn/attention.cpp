@@ -204,11 +204,21 @@ at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options) {
   return tokens.numbers(seen_here(tokens, options));
 }
 
-Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
-  return gather_ranges<cp>(x, {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, o)});
+namespace {
+RangesOfRanks seen_by_ranks(const Tokens& tokens, const AttentionOptions& o) {
+  return {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, o)};
 }
-Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
-  return gather_ranges<cp>(x, {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, o)});
+}  // namespace
+
+Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
+  return gather_ranges<cp>(x, seen_by_ranks(tokens, o));
+}
+Moving<Heads> start_seen_positions(const Heads& x, const Tokens& tokens,
+                                   const AttentionOptions& o) {
+  return start_gather_ranges<cp>(x, seen_by_ranks(tokens, o));
+}
+Moving<Full> start_seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
+  return start_gather_ranges<cp>(x, seen_by_ranks(tokens, o));
 }
 
 double num_visible(const PositionRange& queries, const AttentionOptions& o) {
@@ -266,16 +276,6 @@ RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& to
   return table;
 }
 
-Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options, const KvCache* kv_cache) {
-  return map_heads(
-      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
-          const at::Tensor& starts_BL) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options, kv_cache);
-      },
-      q, k, v, tokens.document_starts());
-}
-
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options, const KvCache* kv_cache) {
   return map_heads(
@@ -284,6 +284,39 @@ Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sink
         return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options, kv_cache);
       },
       q, k, v, sinks, tokens.document_starts());
+}
+
+namespace {
+// The i-th of `num` groups of heads.
+template <auto L>
+Tensor<L> group_of(const Tensor<L>& x, std::int64_t dim, std::size_t i, std::size_t num) {
+  if (num == 1 || !local(x).defined()) return x;
+  const std::int64_t length = local(x).size(dim) / static_cast<std::int64_t>(num);
+  return narrow(x, dim, static_cast<std::int64_t>(i) * length, length);
+}
+}  // namespace
+
+SeenKeys::SeenKeys(const Heads& k, const Heads& v, const Tokens& tokens, const AttentionOptions& o,
+                   MaxLogits* logits)
+    : tokens_(tokens), options_(o), logits_(logits) {
+  const bool travels = current_mesh().size(cp) > 1, is_even = local(k).size(2) % 2 == 0;
+  const std::size_t num = travels && is_even && !logits ? 2 : 1;
+  for (std::size_t i = 0; i < num; ++i)
+    groups_.push_back({start_seen_positions(group_of(k, 2, i, num), tokens, o),
+                       start_seen_positions(group_of(v, 2, i, num), tokens, o)});
+}
+
+Heads SeenKeys::attend(const Heads& q, const PerHead& sinks) {
+  std::vector<Heads> outputs;
+  const std::size_t num = groups_.size();
+  for (std::size_t i = 0; i < num; ++i) {
+    const Heads keys = groups_[i].keys.wait(), values = groups_[i].values.wait(),
+                queries = group_of(q, 2, i, num);
+    if (logits_) logits_->see(queries, keys, tokens_, options_);
+    outputs.push_back(
+        nn::attend(queries, keys, values, group_of(sinks, 0, i, num), tokens_, options_));
+  }
+  return num == 1 ? outputs[0] : cat(outputs, 2);
 }
 
 Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,

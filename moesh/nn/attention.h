@@ -34,7 +34,10 @@ std::vector<PositionRanges> seen_ranges(const Tokens& tokens, const AttentionOpt
 /// (`seen_ranges`): only these are sent. Keys and values may be made before or after, whichever
 /// makes the message smaller.
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
-Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& options);
+Moving<Heads> start_seen_positions(const Heads& x, const Tokens& tokens,
+                                   const AttentionOptions& options);
+Moving<Full> start_seen_positions(const Full& x, const Tokens& tokens,
+                                  const AttentionOptions& options);
 
 /// The numbers of their tokens (Tokens::numbers).
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options);
@@ -69,10 +72,8 @@ RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& to
 
 /// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options, or all
 /// that `kv_cache` holds, if there is one. h may be smaller for them (grouped queries).
-/// A query sees only its own document.
-Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options, const KvCache* kv_cache = nullptr);
-/// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
+/// A query sees only its own document. With sinks, one in each head: softmax over [scores, sink],
+/// and the last is dropped; undefined: none.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options,
              const KvCache* kv_cache = nullptr);
@@ -94,6 +95,27 @@ class MaxLogits {
 
  private:
   at::Tensor largest_h_;  // written in place: a CUDA graph of a step has its address
+};
+
+/// Keys and values on their way between cp ranks, for attention without a cache. Those of half the
+/// heads travel while attention of the other half computes, in backward too, where a rank has an
+/// even number of key heads and cp several ranks.
+class SeenKeys {
+ public:
+  /// `logits`, if given, sees those of these tokens; then all heads are awaited first.
+  SeenKeys(const Heads& k, const Heads& v, const Tokens& tokens, const AttentionOptions& options,
+           MaxLogits* logits);
+  /// attend(..) with what has travelled. Once.
+  Heads attend(const Heads& q, const PerHead& sinks);
+
+ private:
+  struct OnTheWay {
+    Moving<Heads> keys, values;
+  };
+  const Tokens& tokens_;
+  AttentionOptions options_;
+  MaxLogits* logits_;
+  std::vector<OnTheWay> groups_;  // of heads
 };
 
 /// Rows of a weight that scale the logits of a head: [begin, begin + count) of the `of_head` rows

@@ -66,39 +66,43 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
 Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache,
                                  MaxLogits* logits) const {
   const at::Tensor numbers = tokens.span_numbers();
-  auto all_q = q_(x_BLD, numbers), all_k = k_(x_BLD, numbers);
-  if (q_across_) {  // one message for both
-    const auto squares_2N = all_reduce<tp>(
-        stack(std::vector{SplitRmsNorm::squares(all_q), SplitRmsNorm::squares(all_k)}));
-    all_q = (*q_across_)(all_q, select(squares_2N, 0, 0));
-    all_k = (*k_across_)(all_k, select(squares_2N, 0, 1));
-  }
   const std::int64_t width = config_.head_dim;
-  const Heads with_gate = split_heads(all_q, config_.output_gate ? 2 * width : width);
-  // The gradient of a slice is zeros and a copy, also where it is the whole.
-  Heads q = config_.output_gate ? narrow(with_gate, 3, 0, width) : with_gate,
-        k = split_heads(all_k, width), v = split_heads(v_(x_BLD, numbers), width);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
   std::optional<kernels::Rotation> turn;
   if (config_.rope)
     turn = rope_of(*rope_tables_, *config_.rope, tokens, x_BLD)
                .first_features(config_.rope->interleaved);
-  if (q_norm_) q = q_norm_->per_head(q, turn), k = k_norm_->per_head(k, turn);
-  if (config_.clip > 0) {
-    const auto clipped = [&](const at::Tensor& t) {
-      return t.clamp_max(config_.clip).clamp_min(-config_.clip);
-    };
-    q = map_heads(clipped, q), k = map_heads(clipped, k), v = map_heads(clipped, v);
+  const auto clipped = [&](const Heads& t) {
+    if (config_.clip == 0) return t;
+    return map_heads(
+        [&](const at::Tensor& x) { return x.clamp_max(config_.clip).clamp_min(-config_.clip); }, t);
+  };
+  // Queries or keys, as scores take them.
+  const auto ready = [&](const Heads& made, const std::optional<RmsNorm>& norm) {
+    Heads t = clipped(norm ? norm->per_head(made, turn) : made);
+    if (turn && !norm) t = map_heads([&](const at::Tensor& x) { return rotate(x, *turn); }, t);
+    if (config_.qk_norm == QkNorm::plain)
+      t = map_heads([&](const at::Tensor& x) { return rms_norm(x, {}, config_.norm_eps); }, t);
+    return t;
+  };
+  auto all_k = k_(x_BLD, numbers);
+  decltype(all_k) all_q;
+  if (q_across_) {  // one message for both
+    all_q = q_(x_BLD, numbers);
+    const auto squares_2N = all_reduce<tp>(
+        stack(std::vector{SplitRmsNorm::squares(all_q), SplitRmsNorm::squares(all_k)}));
+    all_q = (*q_across_)(all_q, select(squares_2N, 0, 0));
+    all_k = (*k_across_)(all_k, select(squares_2N, 0, 1));
   }
-  if (turn && !q_norm_) {
-    const auto rotated = [&](const at::Tensor& t) { return rotate(t, *turn); };
-    q = map_heads(rotated, q), k = map_heads(rotated, k);
-  }
-  if (config_.qk_norm == QkNorm::plain) {
-    const auto normal = [&](const at::Tensor& t) { return rms_norm(t, {}, config_.norm_eps); };
-    q = map_heads(normal, q), k = map_heads(normal, k);
-  }
+  const Heads k = ready(split_heads(all_k, width), k_norm_),
+              v = clipped(split_heads(v_(x_BLD, numbers), width));
+  std::optional<SeenKeys> seen;  // on their way while queries are made
+  if (!kv_cache) seen.emplace(k, v, tokens, options_, logits);
+  if (!q_across_) all_q = q_(x_BLD, numbers);
+  const Heads with_gate = split_heads(all_q, config_.output_gate ? 2 * width : width);
+  // The gradient of a slice is zeros and a copy, also where it is the whole.
+  Heads q = ready(config_.output_gate ? narrow(with_gate, 3, 0, width) : with_gate, q_norm_);
   if (config_.growth != 0) {
     const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
     const at::Tensor in_sequence = as_tensor(tokens.positions(), wide);
@@ -111,14 +115,15 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, KvCach
         },
         q, tokens.document_positions());
   }
-  const auto [keys, values] =
-      kv_cache ? kv_cache->add(all_positions(k, tokens), all_positions(v, tokens))
-               : KvCache::KeysAndValues{seen_positions(k, tokens, options_),
-                                        seen_positions(v, tokens, options_)};
-  if (logits) logits->see(q, keys, tokens, options_);
-  const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, kv_cache)
-                         : attend(q, keys, values, tokens, options_, kv_cache);
-  if (kv_cache) kv_cache->forget(options_);
+  const PerHead sinks = sinks_ ? use(*sinks_) : PerHead();
+  Heads y;
+  if (kv_cache) {
+    const auto [keys, values] = kv_cache->add(all_positions(k, tokens), all_positions(v, tokens));
+    y = attend(q, keys, values, sinks, tokens, options_, kv_cache);
+    kv_cache->forget(options_);
+  } else {
+    y = seen->attend(q, sinks);
+  }
   if (!config_.output_gate) return o_(merge_heads(y), numbers);
   const auto gated = [](const at::Tensor& t, const at::Tensor& gate) {
     return t * at::sigmoid(gate);

@@ -187,6 +187,31 @@ TEST(StepTime, CountsTheAttentionOfTheLongestRank) {
       << "auto: only a window";
 }
 
+// Of what cp ranks exchange, that of half the heads travels behind attention of the others; latents
+// do not.
+TEST(StepTime, KeysOfHalfTheHeadsTravelBehindAttention) {
+  const auto exposed = [](const Args& more, double bandwidth) {
+    Cluster cluster = parse_cluster("h100x8:1");
+    cluster.node_bandwidth = bandwidth, cluster.latency = 0;
+    const Config c = load_args(with({"--dtype=bfloat16", "--device=cuda", "--data.batch_size=1",
+                                     "--data.sequence_length=4096", "--mesh=dp_shard=2,cp=4"},
+                                    more));
+    Profiler profiler(c);
+    return step_time(profiler, cluster, mesh_shape(c), "1f1b").tensor;
+  };
+  // On links of ever more bandwidth all that can hide does: a half.
+  const Args grouped{"--model=qwen3_moe:debug"},
+      one_head{"--model=qwen3_moe:debug", "--model.num_kv_heads=1"},
+      latent{"--model=deepseek_v3:debug"};
+  const double fast = 1e12, slow = 1e6;
+  const auto ratio = [&](const Args& model) {
+    return exposed(model, slow) / exposed(model, fast) * (slow / fast);
+  };
+  EXPECT_NEAR(ratio(one_head), 1, 1e-6);
+  EXPECT_NEAR(ratio(latent), 1, 1e-6);
+  EXPECT_NEAR(ratio(grouped), 2, 0.01);
+}
+
 TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Cluster cluster = parse_cluster("h100x8:1");
   cluster.node_bandwidth = cluster.network_bandwidth = 1e30, cluster.latency = 0;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <set>
 
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
@@ -99,11 +100,9 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
         const auto num_sinks = in.sinks.numel() / mesh.size(tp);
         const at::Tensor sinks =
             leaf(in.sinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks));
-        const auto keys = nn::seen_positions(assume<kHeads>(k), tokens, o),
-                   values = nn::seen_positions(assume<kHeads>(v), tokens, o);
-        const auto y = with_sinks ? nn::attend(assume<kHeads>(q), keys, values,
-                                               assume<Dense{R, R, F}>(sinks), tokens, o)
-                                  : nn::attend(assume<kHeads>(q), keys, values, tokens, o);
+        nn::SeenKeys seen(assume<kHeads>(k), assume<kHeads>(v), tokens, o, nullptr);
+        const auto y = seen.attend(assume<kHeads>(q),
+                                   with_sinks ? assume<Dense{R, R, F}>(sinks) : nn::PerHead());
         // The objective weighs every output by its place, so that no gradient is zero by symmetry.
         const at::Tensor weights =
             part(at::arange(out.y.numel(), at::kDouble).reshape(out.y.sizes()).sin());
@@ -242,7 +241,7 @@ TEST(Attention, SendsWhatQueriesSee) {
           const auto q = heads(), k = heads(), v = heads();
           const comm::Trace forward;
           const auto y = nn::attend(q, nn::seen_positions(k, tokens, o),
-                                    nn::seen_positions(v, tokens, o), tokens, o);
+                                    nn::seen_positions(v, tokens, o), {}, tokens, o);
           const comm::Trace backward_trace;
           if (in_backward) local(y).sum().backward();
           if (world.rank() == rank)
@@ -280,6 +279,45 @@ TEST(Attention, SendsWhatQueriesSee) {
   EXPECT_EQ(of_all({.window = 2}, true), (Positions{1, 2, 2, 1}));
   EXPECT_EQ(of_all({.chunk = 2}, false), (Positions{0, 0, 0, 0}));
   EXPECT_EQ(of_all({.chunk = 4}, false), (Positions{2, 2, 2, 2})) << "half a chunk, to its end";
+}
+
+// Half of the key heads travels while attention of the other half computes: both are begun before
+// the first is awaited, and in backward the gradients of the second before those of the first.
+TEST(Attention, AwaitsTheKeysOfHalfTheHeadsAtATime) {
+  struct Order final : comm::ThreadObserver {
+    void called(const comm::Operation& o) override {
+      if (o.group.name() == "cp") mine.insert(o.number), events += 'b';
+    }
+    void waits(std::int64_t number) override {
+      if (mine.contains(number)) events += 'w';
+    }
+    std::set<std::int64_t> mine;
+    std::string events;
+  };
+  comm::launch(
+      2,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, {.cp = 2});
+        const MeshScope scope(mesh);
+        const Tokens tokens(mesh, 1, 8, true, SequenceCut::balanced);
+        for (const std::int64_t heads : {2, 3}) {
+          const auto leaf = [&] {
+            return as_leaf(
+                assume<kHeads>(at::randn({1, tokens.span_length(), heads, 4},
+                                         at::TensorOptions(at::kDouble).device(test_device()))));
+          };
+          const auto q = leaf(), k = leaf(), v = leaf();
+          Order forward;
+          nn::SeenKeys seen(k, v, tokens, {}, nullptr);
+          EXPECT_EQ(forward.events, heads == 2 ? "bbbb" : "bb");
+          const auto y = seen.attend(q, {});
+          EXPECT_EQ(forward.events, heads == 2 ? "bbbbwwww" : "bbww");
+          forward.events.clear();
+          local(y).sum().backward();
+          EXPECT_EQ(forward.events, heads == 2 ? "bbbbwwww" : "bbww");
+        }
+      },
+      test_options());
 }
 
 // A rank's queries and the keys they see, one by one: what a kernel computes for it.
