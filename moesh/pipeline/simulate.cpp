@@ -241,9 +241,10 @@ double Simulation::bubble_fraction_of_worst_rank() const {
 }
 
 double time_together(const Action& a, const Action& b, const Costs& costs) {
-  const double of_a = duration(a, costs), of_b = duration(b, costs),
-               links = links_of(a, costs) + links_of(b, costs);
-  return std::max({of_a + of_b - links, links, of_a, of_b});
+  const double links_a = links_of(a, costs), links_b = links_of(b, costs),
+               compute_a = duration(a, costs) - links_a, compute_b = duration(b, costs) - links_b;
+  return compute_a + compute_b + std::max(0.0, links_a - compute_b) +
+         std::max(0.0, links_b - compute_a);
 }
 
 Simulation simulate(const Schedule& schedule, const Costs& costs) {

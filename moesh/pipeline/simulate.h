@@ -53,8 +53,8 @@ struct Simulation {
   double bubble_fraction_of_worst_rank() const;
 };
 
-/// How long two joined actions take: as long as the rank computes for both, or as rows of both
-/// travel, or the longer of the two by itself.
+/// How long two joined actions take: as long as the rank computes for both, and waits for what the
+/// compute of the other one does not hide of the rows of each.
 double time_together(const Action& a, const Action& b, const Costs& costs);
 
 /// Checks the schedule first. Throws Error (config) which names what each rank waits for where

@@ -187,6 +187,13 @@ TEST(Simulate, JoinedActionsHideTheirLinks) {
                       .forward_links = 2.5,
                       .backward_links = 3.5}),
             2.5 + 3.5);
+  // The forward computes too little to hide the rows of the backward, which itself could hide more.
+  EXPECT_EQ(together({.forward = 4,
+                      .backward_input = 6,
+                      .backward_weight = 2,
+                      .forward_links = 3,
+                      .backward_links = 3}),
+            1 + 5 + 2);
   // And none is done before it would be by itself.
   EXPECT_EQ(
       together({.forward = 10, .backward_input = 1, .backward_weight = 1, .forward_links = 8}), 10);
