@@ -193,13 +193,14 @@ void check_float8(const Config& c) {
           const std::int64_t size = w.spec.shape[static_cast<std::size_t>(dim)];
           const bool is_cut =
               std::ranges::any_of(w.spec.cuts, [&](const auto& cut) { return cut.second == dim; });
+          const std::int64_t parts =
+              is_cut ? std::get<std::int64_t>(find_option(degree)->get(c)) : 1;
           const std::string key = is_cut ? "model.moe_ffn" : "model.dim";
           if (is_expert)
-            all.push_back({describe_option(c, key), key, degree, size, 1});
-          else if (is_cut)
+            all.push_back({describe_option(c, key), key, degree, size, parts});
+          else if (parts > 1)
             all.push_back({detail::concat("dimension ", dim, " of ", w.spec.name, " is ", size),
-                           "that size", degree, size, 1});
-          if (is_cut) all.back().parts = std::get<std::int64_t>(find_option(degree)->get(c));
+                           "that size", degree, size, parts});
         }
       });
   const std::int64_t tile = c.training.float8_tile;

@@ -4,6 +4,8 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+
+#include <algorithm>
 #include <limits>
 
 #include "moesh/kernels/check.h"
@@ -62,6 +64,22 @@ QuantizedBox quantized(const at::Tensor& x, std::int64_t rows, std::int64_t colu
   return box;
 }
 
+// The numbers of the codes, piece by piece along dimension 0: what lies between takes several times
+// their memory.
+at::Tensor rounded(const at::Tensor& x, std::int64_t rows, std::int64_t columns) {
+  constexpr std::int64_t kPiece = 1 << 24;
+  const at::NoGradGuard no_grad;
+  const std::int64_t size = x.size(0), unit = x.dim() == 2 ? rows : 1,
+                     each = std::max<std::int64_t>(1, kPiece / (x.numel() / size) / unit) * unit;
+  const at::Tensor out = at::empty(x.sizes(), x.options());
+  for (std::int64_t first = 0; first < size; first += each) {
+    const std::int64_t count = std::min(each, size - first);
+    dequantize_into(out.narrow(0, first, count),
+                    quantized(x.narrow(0, first, count), rows, columns));
+  }
+  return out;
+}
+
 void check_tile(const char* what, const at::Tensor& x, std::int64_t tile) {
   MOESH_CHECK(x.defined() && x.dim() >= 2 && is_kernel_dtype(x.scalar_type()) && tile >= 1,
               ErrorKind::data, what, " is ", describe(x), ", to be in float8 in tiles of ", tile,
@@ -84,12 +102,14 @@ QuantizedBox float8_blocks(const at::Tensor& w, std::int64_t tile) {
 
 at::Tensor float8_rows(const at::Tensor& x, std::int64_t tile) {
   if (tile == 0 || x.numel() == 0) return x;
-  return dequantize(float8_tiles(x, tile), x.scalar_type());
+  check_tile("x", x, tile);
+  return rounded(x, 1, tile);
 }
 
 at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile) {
   if (tile == 0 || w.numel() == 0) return w;
-  return dequantize(float8_blocks(w, tile), w.scalar_type());
+  check_tile("w", w, tile);
+  return rounded(w, tile, tile);
 }
 
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {

@@ -58,6 +58,14 @@ TEST(Float8, TilesOfPartsAreThoseOfTheWhole) {
             (at::IntArrayRef{0, 3}));
 }
 
+// Large tensors are rounded piece by piece.
+TEST(Float8, PiecesAreThoseOfTheWhole) {
+  const at::Tensor x = normal({300, 200}, "x", at::kBFloat16).repeat({20, 15});  // 18 million
+  expect_equal(float8_rows(x, 128), dequantize(float8_tiles(x, 128), at::kBFloat16), "rows");
+  expect_equal(float8_weight(x, 128), dequantize(float8_blocks(x, 128), at::kBFloat16), "weight");
+  expect_equal(float8_weight(x.t(), 128), float8_weight(x, 128).t(), "transposed");
+}
+
 TEST(Float8, ShapesAreKnownWithoutValues) {
   const auto meta = at::TensorOptions(at::kMeta).dtype(at::kBFloat16);
   const at::Tensor y = float8_product(at::empty({5, 24}, meta), at::empty({24, 7}, meta), 16);

@@ -246,6 +246,35 @@ TEST(OneRank, CutsTheStepOtherwise) {
             "");
 }
 
+// Codes jump, and a run in float32 must know how far that goes; float64 sees none.
+TEST(Noise, OfFloat8IsMeasuredFromAsFarAsBfloat16Rounds) {
+  const auto of = [](const std::string& dtype, const std::string& key) {
+    return noise_type(case_of({"--dtype=" + dtype, "--training." + key + "=blockwise",
+                               "--training.float8_tile=4"})
+                          .config);
+  };
+  for (const char* key : {"float8", "float8_dense"}) {
+    EXPECT_EQ(of("float32", key), at::kBFloat16);
+    EXPECT_EQ(of("bfloat16", key), at::kBFloat16);
+    EXPECT_EQ(of("float64", key), at::kDouble);
+  }
+  EXPECT_EQ(noise_type(case_of({"--dtype=float32"}).config), at::kFloat);
+}
+
+TEST(Fitted, FindsSizesOfWholeTiles) {
+  const Args float8{"--training.float8=blockwise", "--training.float8_dense=blockwise",
+                    "--training.float8_tile=4"};
+  for (const auto& model : models::model_names()) {
+    Args args = float8;
+    args.push_back("--model=" + model);
+    const Config config = case_of(args).config;
+    EXPECT_EQ(model_values(fitted(config, {})), model_values(config)) << model;
+    for (const MeshShape& mesh : {MeshShape{.tp = 3, .ep = 3}, MeshShape{.tp = 4, .etp = 4},
+                                  MeshShape{.dp_shard = 5, .etp = 5}})
+      EXPECT_NO_THROW(fitted(config, mesh)) << model << " on " << mesh.describe();
+  }
+}
+
 TEST(Fitted, KeepsWhatTheMeshDivides) {
   const Config config = case_of({"--model=qwen3_moe"}).config;
   EXPECT_EQ(model_values(fitted(config, {{.tp = 4, .ep = 2}})), model_values(config));
