@@ -218,16 +218,20 @@ const std::vector<Command>& commands() {
        .words = "",
        .help = "estimate the memory, traffic and time of a run, or find the best mesh for it",
        .takes_config = true,
-       .options = {{"--cluster", "C",
-                    "estimate seconds on this cluster: h100x8:256 is 256 nodes of 8 H100; a TOML "
-                    "file describes any other"},
-                   {"--schedule", "[FILE.svg]",
-                    "with --cluster: draw what each rank of the pipeline does, and when"},
-                   {"--search", "[N]",
-                    "list the fastest ways to run on N H100, or with --cluster on all of its GPUs; "
-                    "options that are set are kept"},
-                   {"--memory", "SIZE", "memory of a rank, as in 80GiB"},
-                   {"--json", "FILE", "write the result as JSON"}},
+       .options =
+           {{"--cluster", "C",
+             "estimate seconds on this cluster: h100x8:256 is 256 nodes of 8 H100; a TOML "
+             "file describes any other"},
+            {"--schedule", "[FILE.svg]",
+             "with --cluster: draw what each rank of the pipeline does, and when"},
+            {"--search", "[N]",
+             "list the fastest ways to run on N H100, or with --cluster on all of its GPUs; "
+             "options that are set are kept"},
+            {"--overlap", "",
+             "with --cluster and a mesh: the step with each dispatcher, one micro-batch at a "
+             "time and two"},
+            {"--memory", "SIZE", "memory of a rank, as in 80GiB"},
+            {"--json", "FILE", "write the result as JSON"}},
        .run = run_estimate,
        .details = "Nothing is trained, and neither the ranks nor the device need to exist. It "
                   "takes the options of train."},

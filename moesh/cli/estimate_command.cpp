@@ -100,6 +100,8 @@ int run_estimate(const Arguments& given) {
   if (given.has("--cluster") || given.has("--search")) return run_estimate_in_time(given);
   MOESH_CHECK(!given.has("--schedule"), ErrorKind::config,
               "--schedule draws what a cluster does; name one, as in --cluster h100x8:256");
+  MOESH_CHECK(!given.has("--overlap"), ErrorKind::config,
+              "--overlap compares times on a cluster; name one, as in --cluster h100x8:256");
   const auto json = given.text("--json"), memory = given.text("--memory");
   const std::int64_t limit = memory ? parse_size(*memory) : 0;
   const Config config = load_config(given.rest());

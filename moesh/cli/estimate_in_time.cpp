@@ -28,7 +28,7 @@ constexpr int kMostColumns = 120;
 // Arguments besides the configuration.
 struct Asked {
   Cluster cluster;
-  bool searches = false, draws = false;
+  bool searches = false, draws = false, overlaps = false;
   std::string picture;  // a file for it
   std::optional<std::string> json, memory;
 };
@@ -53,7 +53,10 @@ Cluster cluster_of(const Arguments& given) {
 Asked asked_of(const Arguments& given) {
   Asked a{.cluster = cluster_of(given)};
   a.searches = given.has("--search");
-  a.draws = given.has("--schedule");
+  a.draws = given.has("--schedule"), a.overlaps = given.has("--overlap");
+  MOESH_CHECK(!a.overlaps || !a.searches, ErrorKind::config,
+              "--overlap compares the ways of one mesh, and --search tries them on all; leave out "
+              "one");
   a.picture = given.text("--schedule").value_or("");
   const auto& names = pipeline::schedule_names();
   MOESH_CHECK(std::find(names.begin(), names.end(), a.picture) == names.end(), ErrorKind::config,
@@ -102,6 +105,15 @@ void print(const StepTime& t, const Cluster& cluster) {
     std::printf("  %-28s %10.3f s %6.1f %%\n", name, seconds, 100 * seconds / t.total);
   };
   line("compute", t.compute);
+  const auto part = [&](const char* name, double seconds) {
+    if (seconds > 0) line(detail::concat("  ", name).c_str(), seconds);
+  };
+  part("products of experts", t.kernels.experts);
+  part("attention", t.kernels.attention);
+  part("other products", t.kernels.dense);
+  part("passes over memory", t.kernels.passes);
+  part("of these: embedding, head", t.ends);
+  part("of these: once more", t.again);
   line("tp and cp", t.tensor);
   line("ep and etp", t.experts);
   line("parameters and gradients", t.storage);
@@ -159,6 +171,12 @@ std::string ready_command(const Args& args, const std::vector<std::string>& chos
   return text + " --mesh " + mesh_argument(best.mesh);
 }
 
+// How rows travel to their experts; "+": behind the work of another micro-batch.
+std::string rows_text(const StepTime& t) {
+  if (t.mesh.ep * t.mesh.etp == 1) return "-";
+  return t.dispatcher + (t.overlap_experts ? " +" : "");
+}
+
 void print(const TimeSearch& r, const Asked& a, const Config& config, double limit) {
   MOESH_CHECK(r.num_meshes > 0, ErrorKind::config, "no mesh of ", a.cluster.num_gpus(),
               " GPUs has the degrees that are set (", mesh_shape(config).describe(),
@@ -177,23 +195,33 @@ void print(const TimeSearch& r, const Asked& a, const Config& config, double lim
     return;
   }
   std::printf("the fastest that fit into %s a rank:\n\n", size_text(limit).c_str());
-  std::printf("%12s %8s %7s %8s %6s %11s %6s %6s  %-10s %-16s %6s  --mesh\n", "tokens/s",
+  std::printf("%12s %8s %7s %8s %6s %11s %6s %6s  %-10s %-16s %-12s %6s  --mesh\n", "tokens/s",
               "of a GPU", "peak %", "bubble %", "comm %", "memory", "batch", "micro", "recompute",
-              "schedule", "alike");
+              "schedule", "rows", "alike");
   for (std::size_t i = 0; i < r.best.size(); ++i) {
     const StepTime& t = r.best[i];
-    std::printf("%12s %8.0f %7.1f %8.1f %6.1f %11s %6lld %6lld  %-10s %-16s %6d  %s\n",
+    std::printf("%12s %8.0f %7.1f %8.1f %6.1f %11s %6lld %6lld  %-10s %-16s %-12s %6d  %s\n",
                 with_commas(static_cast<std::int64_t>(t.tokens_per_second())).c_str(),
                 t.tokens_per_second() / t.mesh.num_ranks(),
                 100 * t.flops_of_a_rank() / t.peak_flops, 100 * t.bubble / t.total,
                 100 * (t.tensor + t.experts + t.storage) / t.total, size_text(t.peak).c_str(),
                 static_cast<long long>(t.batch_size), static_cast<long long>(t.num_micro_batches),
-                t.recompute.c_str(), t.mesh.pp > 1 ? t.schedule.c_str() : "-", r.num_alike[i],
-                mesh_argument(t.mesh).c_str());
+                t.recompute.c_str(), t.mesh.pp > 1 ? t.schedule.c_str() : "-", rows_text(t).c_str(),
+                r.num_alike[i], mesh_argument(t.mesh).c_str());
   }
   std::printf(
-      "\nbatch is data.batch_size, micro the micro-batches of a step; alike counts what was found "
-      "within a\nper cent of a row, which shows the simplest mesh of these.\n");
+      "\nbatch is data.batch_size, micro the micro-batches of a step, rows the dispatcher, with + "
+      "behind the work\nof another micro-batch (parallelism.overlap_experts); alike counts what was "
+      "found within a per cent of a\nrow, which shows the simplest mesh of these.\n");
+}
+
+void print_ways(const std::vector<StepTime>& ways) {
+  std::printf("\n%-12s %-16s %10s %14s %14s %11s\n", "dispatcher", "overlap_experts", "seconds",
+              "of ep and etp", "tokens/s a GPU", "memory");
+  for (const StepTime& t : ways)
+    std::printf("%-12s %-16s %10.3f %14.3f %14.0f %11s\n", t.dispatcher.c_str(),
+                t.overlap_experts ? "true" : "false", t.total, t.experts,
+                t.tokens_per_second() / t.mesh.num_ranks(), size_text(t.peak).c_str());
 }
 
 void write_json(const std::string& path, const std::vector<StepTime>& all) {
@@ -252,7 +280,7 @@ Config on_nodes_of(const Cluster& cluster, const Config& config) {
 void draw(Profiler& profiler, const Asked& a, const StepTime& time) {
   const MeshShape& mesh = time.mesh;
   const int most = 2 * mesh.pp + 1;  // enough to see how it begins, goes on and ends
-  const auto s = simulated(profiler, a.cluster, mesh, time.schedule, most);
+  const auto s = simulated(profiler, a.cluster, mesh, {time.schedule, time.overlap_experts}, most);
   const auto drawn = std::min<std::int64_t>(time.num_micro_batches, most);
   if (a.picture.empty()) {
     std::printf("\n%lld of %lld micro-batches (--schedule FILE.svg draws every action)\n%s",
@@ -306,12 +334,16 @@ int run_estimate_in_time(const Arguments& given) {
     const MeshShape mesh = mesh_shape(config);
     Profiler profiler(config);
     check_fills(mesh, a.cluster);
-    const StepTime t =
-        step_time(profiler, a.cluster, mesh, config.parallelism.pipeline_parallel_schedule);
+    const StepTime t = step_time(profiler, a.cluster, mesh, order_of(config));
     print(t, a.cluster);
     std::printf("%s %s\n", t.peak <= limit ? "fits into" : "does not fit into",
                 size_text(limit).c_str());
-    if (a.json) write_json(*a.json, {t});
+    std::vector<StepTime> all{t};
+    if (a.overlaps) {
+      all = ways_to_travel(config, a.cluster);
+      print_ways(all);
+    }
+    if (a.json) write_json(*a.json, all);
     if (a.draws) draw(profiler, a, t);
     code = t.peak <= limit ? 0 : 1;
   });

@@ -12,16 +12,12 @@
 namespace moesh::estimate {
 namespace {
 
-// 355 TFLOP/s of a whole training step on one H200, of its 989 (docs/performance.md).
-constexpr double kMeasuredEfficiency = 0.36;
-
 // Bandwidths are what collectives reach: about 80 % of the links' own.
 const std::vector<Cluster>& gpus() {
   const auto gpu = [](const char* name, double tflops, double gib, double hbm, double node,
                       double network) {
     return Cluster{.gpu = name,
                    .peak_flops = tflops * 1e12,
-                   .efficiency = kMeasuredEfficiency,
                    .memory = gib * 0x1p30,
                    .memory_bandwidth = hbm * 1e12,
                    .node_bandwidth = node * 1e9,
@@ -49,7 +45,6 @@ Cluster read_file(const std::string& path) {
   Cluster c{.gpu = path};
   const std::map<std::string, std::pair<double*, double>> keys{
       {"peak_tflops", {&c.peak_flops, 1e12}},
-      {"efficiency", {&c.efficiency, 1}},
       {"memory_gib", {&c.memory, 0x1p30}},
       {"memory_bandwidth_gbs", {&c.memory_bandwidth, 1e9}},
       {"node_bandwidth_gbs", {&c.node_bandwidth, 1e9}},
@@ -85,8 +80,6 @@ Cluster read_file(const std::string& path) {
   }
   MOESH_CHECK(missing.empty(), ErrorKind::config, path, " lacks ", missing[0],
               "; a cluster has gpus_per_node, num_nodes and all of ", all);
-  MOESH_CHECK(c.efficiency <= 1, ErrorKind::config, path, ": efficiency is ", c.efficiency,
-              "; it is the part of the peak that a step reaches, at most 1");
   return c;
 }
 

@@ -22,18 +22,20 @@ using kernels::meta::DryRun;
 std::int64_t bytes(const at::Tensor& t) { return static_cast<std::int64_t>(t.nbytes()); }
 
 // Looks at the memory before and after each action of the schedule, which are scopes of a profile
-// with the names of pipeline::to_string: "F2.0".
+// with the names of pipeline::to_string: "F2.0"; and at the kernels within.
 class ActionWatch {
  public:
-  ActionWatch() {
+  explicit ActionWatch(const comm::SentBytes& sent) : sent_(sent) {
     watching_ = this;
     handle_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(
             [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
               if (is_action(f.name())) watching_->before();
+              watching_->begin_phase(f.name());
               return nullptr;
             },
             [](const at::RecordFunction& f, at::ObserverContext*) {
+              watching_->end_phase();
               if (is_action(f.name())) watching_->after(f.name());
             })
             .scopes({at::RecordScope::USER_SCOPE}));
@@ -63,8 +65,35 @@ class ActionWatch {
 
   /// The peak of the whole step; that of the allocator begins again with each action.
   std::int64_t peak() const { return std::max(peak_, DryRun::peak()); }
+  const PassWork& work() const { return work_; }
 
  private:
+  // Within an action everything belongs to it but what is named otherwise.
+  void begin_phase(const char* name) {
+    take_work();
+    const auto starts = [&](const char* text) { return std::string_view(name).starts_with(text); };
+    kernels::meta::WorkLedger* to = phases_.empty() ? nullptr : phases_.back();
+    if (is_action(name)) {
+      to = name[0] == 'F' ? &work_.forward : &work_.backward;
+      if (name[0] == 'F') sent_before_ = sent_.ledger();
+    } else if (starts("forward again")) {
+      to = &work_.again;
+    } else if (starts("start to gather") || starts("start to reduce") || starts("await the sum") ||
+               starts("add to a gradient")) {
+      to = nullptr;
+    }
+    phases_.push_back(to);
+  }
+  void end_phase() {
+    take_work();
+    phases_.pop_back();
+  }
+  void take_work() {
+    const auto work = kernels::meta::take_work();
+    if (phases_.empty() || !phases_.back()) return;
+    for (const auto& [kernel, count] : work) (*phases_.back())[kernel] += count;
+  }
+
   static bool is_action(const char* name) {
     if (std::string_view("FBIW").find(name[0]) == std::string_view::npos) return false;
     char* end = nullptr;
@@ -95,6 +124,14 @@ class ActionWatch {
     const std::int64_t added = DryRun::live() - before_;
     StageLive& s = stages_[stage];
     const char kind = name[0];
+    if (kind == 'F')
+      for (const auto& [key, entry] : sent_.ledger()) {
+        comm::Traffic& mine = work_.sent_in_forward[key];
+        const auto found = sent_before_.find(key);
+        const comm::Traffic first = found == sent_before_.end() ? comm::Traffic() : found->second;
+        mine.num_calls += entry.num_calls - first.num_calls;
+        mine.num_bytes += entry.num_bytes - first.num_bytes;
+      }
     std::int64_t& inside = kind == 'F' ? s.in_forward : kind == 'W' ? s.in_weights : s.in_backward;
     inside = std::max(inside, DryRun::peak() - before_);
     // The first two forwards of the last stage leave sums of the head's gradient that travel as
@@ -109,6 +146,10 @@ class ActionWatch {
   }
 
   static inline ActionWatch* watching_ = nullptr;  // one dry run goes on at a time
+  const comm::SentBytes& sent_;
+  comm::Ledger sent_before_;
+  PassWork work_;
+  std::vector<kernels::meta::WorkLedger*> phases_;  // from the outermost on; null: is not counted
   at::CallbackHandle handle_;
   std::int64_t before_ = 0, peak_ = 0;
   std::map<int, StageLive> stages_;
@@ -117,27 +158,38 @@ class ActionWatch {
   int num_alive_ = 0, num_halves_ = 0, most_alive_ = 0, most_halves_ = 0;
 };
 
-int first_rank(const Config& config, int rank_of_pp) {
+int first_rank(const Config& config, int rank_of_pp, int rank_of_cp) {
   const MeshShape shape = mesh_shape(config);
-  return rank_of_pp * (shape.num_ranks() / shape.pp);  // pp is the slowest axis
+  // pp is the slowest axis, and only tp is faster than cp.
+  return rank_of_pp * (shape.num_ranks() / shape.pp) + rank_of_cp * shape.tp;
 }
 
 }  // namespace
 
-DryRank::DryRank(const Config& config, int rank_of_pp)
+DryRank::DryRank(const Config& config, int rank_of_pp, int rank_of_cp)
     : config_(config),
       rank_of_pp_(rank_of_pp),
       memory_(at::Device(config.training.device).type()),
-      mesh_(mesh_shape(config), first_rank(config, rank_of_pp), comm::fake_group),
+      mesh_(mesh_shape(config), first_rank(config, rank_of_pp, rank_of_cp), comm::fake_group),
       scope_(mesh_),
       model_(make_model(config, at::kMeta)),  // the real device may not be on this machine
       optimizer_(make_optimizer(*model_, config)) {}
+
+// Before the first backward: what it will take. One rank with one micro-batch adds nothing to what
+// backward makes, which is in the type of the work.
+std::int64_t DryRank::gradient_bytes(const Stored& w) const {
+  if (!w.spec.trained) return 0;
+  if (w.value.grad().defined()) return bytes(w.value.grad());
+  const bool stays = mesh_.shape().num_ranks() == 1 && num_micro_batches(config_) == 1;
+  const auto type = stays ? w.spec.compute.value_or(w.spec.dtype) : w.spec.dtype;
+  return w.value.numel() * static_cast<std::int64_t>(c10::elementSize(type));
+}
 
 StateMemory DryRank::state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
     s.weights += raw::num_bytes_at_rest(w);
-    if (w.spec.trained) s.gradients += bytes(w.value.grad().defined() ? w.value.grad() : w.value);
+    s.gradients += gradient_bytes(w);
   });
   for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
   return s;
@@ -149,7 +201,7 @@ StateMemory DryRank::expert_state() const {
   model_->each_param([&](const Stored& w, bool) {
     if (w.storage != efsdp) return;
     s.weights += raw::num_bytes_at_rest(w);
-    if (w.spec.trained) s.gradients += bytes(w.value.grad().defined() ? w.value.grad() : w.value);
+    s.gradients += gradient_bytes(w);
   });
   const StateMemory all = state();
   s.optimizer = all.gradients == 0 ? 0
@@ -208,7 +260,7 @@ Estimate DryRank::step(std::int64_t num_micro) {
   const StepOptions options = step_options(config_);
   const auto schedule = schedule_of(options.pipeline, static_cast<std::size_t>(num_micro));
   DryRun::reset_peak();  // making a model looks at the shapes of all of it
-  ActionWatch watch;
+  ActionWatch watch(sent_);
   auto micro_batches = batches(num_micro);
   std::int64_t tokens = 0;
   for (const at::Tensor* t : micro_batches[0].from_data()) tokens += bytes(*t);
@@ -226,6 +278,7 @@ Estimate DryRank::step(std::int64_t num_micro) {
   e.peak = watch.peak();
   e.num_reads = memory_.num_reads();
   e.traffic = sent_.ledger();
+  e.work = watch.work();
   return e;
 }
 

@@ -11,6 +11,7 @@
 #include "moesh/comm/observers.h"
 #include "moesh/config/config.h"
 #include "moesh/formats/json.h"
+#include "moesh/kernels/meta/work.h"
 #include "moesh/train/build.h"
 
 namespace moesh::estimate {
@@ -41,6 +42,13 @@ struct LiveMemory {
   std::vector<StageLive> stages;  // of this rank
 };
 
+/// What forwards and backwards have the kernels do, and send. Gathering parameters, and adding up
+/// gradients, are not in it: they depend on the size of a shard.
+struct PassWork {
+  kernels::meta::WorkLedger forward, again, backward;  // again: computed once more, for backward
+  comm::Ledger sent_in_forward;                        // of all traffic
+};
+
 /// Ranks of pp whose stages have the same layers, by the one of them that holds the most.
 struct RankKind {
   std::vector<int> ranks;                  // of pp
@@ -65,6 +73,7 @@ struct Estimate {
   std::int64_t peak = 0;          // the most that the rank holds at once
   std::int64_t num_reads = 0;     // of the device by the host, in the step
   LiveMemory live;
+  PassWork work;                // where it was asked for
   comm::Ledger traffic;         // what rank 0 of pp sends in an optimizer step, as metrics count it
   std::vector<RankKind> kinds;  // of the ranks of pp; one without pp
 
@@ -79,7 +88,8 @@ struct Estimate {
 Estimate estimate(const Config& config);
 
 /// The same where the gradients are there from the beginning, as in every micro-batch of a step but
-/// the first: then the peak is the state and what comes on top of all of it.
+/// the first: then the peak is the state and what comes on top of all of it. On the rank of cp that
+/// works longest, with its work.
 Estimate estimate_later_micro_batch(const Config& config);
 
 /// The bytes that a rank holds through the whole run, for each rank of pp: no step is gone through.

@@ -1,6 +1,7 @@
 #include "moesh/estimate/profile.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "moesh/base/error.h"
@@ -37,16 +38,16 @@ bool has_dense_key(const models::AnyConfig& full) {
   return std::visit([](const auto& c) { return requires { c.num_dense_layers; }; }, full);
 }
 
-// After how many layers a model begins anew: where some have attention and some a state, one of
-// each stands for neither, and they are added together.
-int period(const models::AnyConfig& full) {
-  return std::visit(
-      [](const auto& c) {
-        if constexpr (requires { c.full_step; })
-          return static_cast<int>(std::clamp<std::int64_t>(c.full_step, 1, c.num_layers));
-        return 1;
-      },
-      full);
+// After how many layers a model begins anew: where some see all keys and others a window, or have a
+// state, one of each stands for neither, and they are added together.
+int period(const ModelShape& shape) {
+  const auto& flops = shape.layer_flops;
+  const auto is_near = [](double a, double b) { return std::abs(a - b) <= 1e-9 * b; };
+  std::size_t p = 1;
+  while (p < flops.size() && !std::equal(flops.begin() + static_cast<std::ptrdiff_t>(p),
+                                         flops.end(), flops.begin(), is_near))
+    ++p;
+  return static_cast<int>(p);
 }
 
 // Models of which some differ by one layer, or one period: each kind of layer is added to a model
@@ -63,7 +64,7 @@ std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape&
       all.push_back(shortened(full, layers, dense));
   } else {
     const bool is_uniform = num_dense == 0 || num_dense == num;
-    const int step = is_uniform ? period(full) : 1, first = is_uniform ? (3 / step + 1) * step : 6;
+    const int step = is_uniform ? period(shape) : 1, first = is_uniform ? (3 / step + 1) * step : 6;
     for (int k = first; k <= first + (is_uniform ? 1 : 2) * step; k += step)
       all.push_back(shortened(full, k, 0));
   }
@@ -92,6 +93,17 @@ void subtract(comm::Ledger& from, const comm::Ledger& other, std::int64_t times)
   }
 }
 
+void add(kernels::meta::WorkLedger& to, const kernels::meta::WorkLedger& other, double times) {
+  for (const auto& [kernel, count] : other)
+    if ((to[kernel] += times * count) == 0) to.erase(kernel);
+}
+void subtract(PassWork& from, const PassWork& other, std::int64_t times) {
+  const auto factor = -static_cast<double>(times);
+  add(from.forward, other.forward, factor), add(from.again, other.again, factor);
+  add(from.backward, other.backward, factor);
+  subtract(from.sent_in_forward, other.sent_in_forward, times);
+}
+
 StateMemory minus(const StateMemory& a, const StateMemory& b) {
   return {a.weights - b.weights, a.gradients - b.gradients, a.optimizer - b.optimizer};
 }
@@ -104,7 +116,8 @@ PartProfile part(const Estimate& e) {
                 .experts = e.expert_state,
                 .activations = static_cast<double>(e.activations()),
                 .traffic = e.traffic,
-                .tp_gradients = static_cast<double>(e.tp_gradients)};
+                .tp_gradients = static_cast<double>(e.tp_gradients),
+                .work = e.work};
   if (e.mesh.tp > 1)
     p.traffic[kSumOverTp].num_bytes -=
         static_cast<std::int64_t>(2 * sent(e.mesh.tp) * p.tp_gradients);
@@ -117,6 +130,7 @@ PartProfile difference(PartProfile a, const PartProfile& b, std::int64_t times =
     a.activations -= b.activations, a.tp_gradients -= b.tp_gradients;
   }
   subtract(a.traffic, b.traffic, times);
+  subtract(a.work, b.work, times);
   return a;
 }
 
@@ -131,20 +145,24 @@ PartProfile divided(PartProfile p, std::int64_t n) {
   const double part = 1 / static_cast<double>(n);
   p.dense = scaled(p.dense, part), p.experts = scaled(p.experts, part);
   p.activations *= part, p.tp_gradients *= part;
-  for (auto& [key, entry] : p.traffic) entry.num_bytes /= n, entry.num_calls /= n;
+  for (auto* ledger : {&p.traffic, &p.work.sent_in_forward})
+    for (auto& [key, entry] : *ledger) entry.num_bytes /= n, entry.num_calls /= n;
+  for (auto* ledger : {&p.work.forward, &p.work.again, &p.work.backward})
+    for (auto& [kernel, count] : *ledger) count *= part;
   return p;
 }
 
 // From the mesh of the dry run to one with other sizes of dp: shards are smaller or larger, and so
 // are the rings. Copies of the model sum their gradients.
 PartProfile rescaled(const PartProfile& p, const MeshShape& from, const MeshShape& to) {
-  PartProfile out{.activations = p.activations};
+  PartProfile out{.activations = p.activations, .work = p.work};
   out.dense = scaled(p.dense, static_cast<double>(from.size(fsdp)) / to.size(fsdp));
   out.experts = scaled(p.experts, static_cast<double>(from.size(efsdp)) / to.size(efsdp));
   for (const auto& [key, entry] : p.traffic) {
     if (entry.num_calls == 0) continue;
     const Axes axes = axes_of(key.first);
-    const double factor = sent(to.size(axes)) / sent(from.size(axes));
+    const double factor =
+        to.size(axes) == from.size(axes) ? 1 : sent(to.size(axes)) / sent(from.size(axes));
     if (factor == 0) continue;
     out.traffic[key] = {.num_calls = entry.num_calls,
                         .num_bytes = static_cast<std::int64_t>(
@@ -165,16 +183,19 @@ PartProfile rescaled(const PartProfile& p, const MeshShape& from, const MeshShap
   return out;
 }
 
-// The smallest mesh that splits layers in the same way, with rings of two or more over dp.
+// The smallest mesh that splits layers in the same way, with rings of two or more over dp if there
+// is one.
 MeshShape smallest(const MeshShape& mesh) {
   MeshShape s{.cp = mesh.cp,
               .tp = mesh.tp,
               .ep = mesh.ep,
               .etp = mesh.etp,
               .ranks_per_node = mesh.ranks_per_node};
-  const int experts = 2 * s.ep * s.etp;
-  s.dp_shard = 2;
-  while (s.dp_shard * s.cp * s.tp % experts != 0) ++s.dp_shard;
+  if (mesh.dp_shard > 1) {
+    const int experts = 2 * s.ep * s.etp;
+    s.dp_shard = 2;
+    while (s.dp_shard * s.cp * s.tp % experts != 0) ++s.dp_shard;
+  }
   return s.validated();
 }
 
@@ -247,12 +268,8 @@ ModelShape model_shape(const Config& config) {
   return std::visit(
       [&](const auto& c) {
         const models::DecoderPlan plan = c.plan();
-        ModelShape shape{.is_moe = {},
-                         .layer_flops = flops.layers,
-                         .scores = flops.scores,
-                         .sees = models::attention_options(config.model.architecture),
-                         .head_flops = flops.head,
-                         .dim = c.dim};
+        ModelShape shape{
+            .is_moe = {}, .layer_flops = flops.layers, .head_flops = flops.head, .dim = c.dim};
         set_shares(plan, shape);
         for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));
         return shape;
@@ -260,8 +277,12 @@ ModelShape model_shape(const Config& config) {
       config.model.architecture);
 }
 
+Profiler::Profiler(const Config& config)
+    : config_(changed(config, {{"training.device", std::string("cuda"), {"estimate"}}})),
+      shape_(model_shape(config_)) {}
+
 const Profile& Profiler::measured(const MeshShape& mesh) {
-  const Way key(mesh.cp, mesh.tp, mesh.ep, mesh.etp);
+  const Way key(mesh.cp, mesh.tp, mesh.ep, mesh.etp, mesh.dp_shard > 1);
   if (const auto found = known_.find(key); found != known_.end()) return found->second;
   const MeshShape small = smallest(mesh);
   const std::vector<Short> models = short_models(config_.model.architecture, shape_);
@@ -295,7 +316,7 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
 
 // The first of three stages, or the one between, has the layers of a short model, the others one.
 const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stages stages) {
-  const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp), stages);
+  const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp, mesh.dp_shard > 1), stages);
   if (const auto found = known_stages_.find(key); found != known_stages_.end())
     return found->second;
   const auto& full = config_.model.architecture;

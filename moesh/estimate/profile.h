@@ -21,6 +21,7 @@ struct PartProfile {
   /// Without what depends on the size of a shard: the sums of these gradients over tp.
   comm::Ledger traffic;
   double tp_gradients = 0;  // bytes of shards that tp ranks sum
+  PassWork work;
 };
 
 struct Profile {
@@ -39,8 +40,6 @@ enum class Stages { one, soon, after_all, in_halves };
 struct ModelShape {
   std::vector<bool> is_moe;         // of each layer
   std::vector<double> layer_flops;  // for each token, forward and backward
-  std::vector<double> scores;       // the part of it that is scores and values
-  std::vector<std::optional<nn::AttentionOptions>> sees;
   double head_flops = 0;
   std::int64_t dim = 0;
   // Shares of what is around the layers (embedding, head, layers of multi-token prediction) that
@@ -51,7 +50,8 @@ ModelShape model_shape(const Config& config);
 
 class Profiler {
  public:
-  explicit Profiler(const Config& config) : config_(config), shape_(model_shape(config)) {}
+  /// Whatever the device of the configuration, on an accelerator.
+  explicit Profiler(const Config& config);
 
   /// On this mesh, pp aside. Throws Error (config) where the model does not divide by it. What
   /// only stages have is measured if it is asked for.
@@ -62,7 +62,7 @@ class Profiler {
   int num_runs() const { return num_runs_ + (resharding_ ? resharding_->num_runs_ : 0); }
 
  private:
-  using Way = std::tuple<int, int, int, int>;  // cp, tp, ep, etp
+  using Way = std::tuple<int, int, int, int, bool>;  // cp, tp, ep, etp, whether there is dp_shard
   struct OfStages {
     std::map<bool, double> kept;  // by each kind of layer
     double always_on_first = 0, always_between = 0;

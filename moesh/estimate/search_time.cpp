@@ -14,7 +14,8 @@ using models::divisors;
 
 constexpr const char *kMode = "activation_checkpoint.mode", *kBatch = "data.batch_size",
                      *kSchedule = "parallelism.pipeline_parallel_schedule",
-                     *kLength = "data.sequence_length",
+                     *kOverlap = "parallelism.overlap_experts",
+                     *kDispatcher = "parallelism.moe_dispatcher", *kLength = "data.sequence_length",
                      *kGlobalBatch = "training.global_batch_size";
 constexpr double kAlike = 0.99;                // of a speed: no estimate is more precise
 constexpr std::int64_t kTokensOfARank = 1024;  // with less, cp splits what is small already
@@ -37,16 +38,21 @@ struct Candidate {
 
 // What is searched besides the mesh, the fastest of each first.
 struct Choices {
-  std::vector<std::string> schedules, modes;
+  std::vector<std::string> schedules, modes, dispatchers;
+  std::vector<bool> overlaps;
   std::vector<std::int64_t> batches;
 
   explicit Choices(const Config& c)
       : schedules(pipeline::schedule_names()),
         modes{"none", "selective", "full"},
+        dispatchers{"all_to_all", "two_hops"},
+        overlaps{true, false},
         batches{1, 2, 4, 8} {
     std::erase(schedules, "gpipe");  // it takes as long as 1F1B, and holds more
     if (is_set(c, kSchedule)) schedules = {c.parallelism.pipeline_parallel_schedule};
     if (is_set(c, kMode)) modes = {c.activation_checkpoint.mode};
+    if (is_set(c, kDispatcher)) dispatchers = {c.parallelism.moe_dispatcher};
+    if (is_set(c, kOverlap)) overlaps = {c.parallelism.overlap_experts};
     const MeshShape mesh = mesh_shape(c);
     const std::int64_t whole = c.training.global_batch_size,
                        num_dp = std::int64_t{mesh.dp_replicate} * mesh.dp_shard;
@@ -55,15 +61,17 @@ struct Choices {
   }
 };
 
-// A profiler for each mode and size of a micro-batch, made when it is needed.
+// A profiler for each mode, dispatcher and size of a micro-batch, made when it is needed.
 class Profilers {
  public:
   explicit Profilers(const Config& config) : config_(config) {}
-  Profiler& of(const std::string& mode, std::int64_t batch) {
-    auto& profiler = all_[{mode, batch}];
+  Profiler& of(const std::string& mode, const std::string& dispatcher, std::int64_t batch) {
+    auto& profiler = all_[{mode, dispatcher, batch}];
     if (!profiler)
-      profiler = std::make_unique<Profiler>(
-          changed(config_, {{kMode, mode, {"--search"}}, {kBatch, batch, {"--search"}}}));
+      profiler =
+          std::make_unique<Profiler>(changed(config_, {{kMode, mode, {"--search"}},
+                                                       {kDispatcher, dispatcher, {"--search"}},
+                                                       {kBatch, batch, {"--search"}}}));
     return *profiler;
   }
   int num_runs() const {
@@ -74,8 +82,18 @@ class Profilers {
 
  private:
   const Config& config_;
-  std::map<std::pair<std::string, std::int64_t>, std::unique_ptr<Profiler>> all_;
+  std::map<std::tuple<std::string, std::string, std::int64_t>, std::unique_ptr<Profiler>> all_;
 };
+
+// Those that differ on this mesh: without ep none does, and two hops need nodes that share ep.
+std::vector<std::string> dispatchers_of(const Choices& choices, const MeshShape& mesh) {
+  if (choices.dispatchers.size() == 1) return choices.dispatchers;
+  if (mesh.ep * mesh.etp == 1) return {"auto"};
+  std::vector<std::string> some = choices.dispatchers;
+  if (mesh.num_nodes_of_ep() <= 1) std::erase(some, "two_hops");
+  if (mesh.num_nodes_of_ep() == 1) some.emplace_back("all_gather");
+  return some;
+}
 
 // Whatever the run-time rules of a configuration would refuse, before a dry run does, and what is
 // never fast.
@@ -169,6 +187,13 @@ MeshShape one_stage(MeshShape mesh) {
   return mesh.validated();
 }
 
+// Whether two micro-batches at a time hide anything, and what is tried then.
+bool takes_overlap(const MeshShape& mesh) { return mesh.pp == 1 && mesh.ep * mesh.etp > 1; }
+std::vector<bool> overlaps_of(const Choices& choices, const MeshShape& mesh) {
+  return choices.overlaps.size() == 1 || takes_overlap(mesh) ? choices.overlaps
+                                                             : std::vector{false};
+}
+
 // How many axes a person has to think about.
 int num_axes(const MeshShape& mesh) {
   int sum = 0;
@@ -250,6 +275,25 @@ std::vector<std::pair<std::string, std::string>> searched_options(const Config& 
   if (!is_set(config, kMode)) all.emplace_back(kMode, found.recompute);
   if (!is_set(config, kBatch)) all.emplace_back(kBatch, std::to_string(found.batch_size));
   if (!is_set(config, kSchedule) && found.mesh.pp > 1) all.emplace_back(kSchedule, found.schedule);
+  if (found.mesh.ep * found.mesh.etp > 1) {
+    if (!is_set(config, kDispatcher)) all.emplace_back(kDispatcher, found.dispatcher);
+    if (!is_set(config, kOverlap) && found.overlap_experts) all.emplace_back(kOverlap, "true");
+  }
+  return all;
+}
+
+std::vector<StepTime> ways_to_travel(const Config& config, const Cluster& cluster) {
+  const Choices choices(config);
+  Profilers profilers(config);
+  const MeshShape mesh = mesh_shape(config).validated();
+  std::vector<StepTime> all;
+  for (const std::string& dispatcher : dispatchers_of(choices, mesh))
+    for (const bool overlaps : overlaps_of(choices, mesh))
+      all.push_back(step_time(
+          profilers.of(config.activation_checkpoint.mode, dispatcher, config.data.batch_size),
+          cluster, mesh, {config.parallelism.pipeline_parallel_schedule, overlaps}));
+  std::stable_sort(all.begin(), all.end(),
+                   [](const StepTime& a, const StepTime& b) { return a.total < b.total; });
   return all;
 }
 
@@ -270,45 +314,65 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
     progress(num_done, num_ways, result);
   };
 
-  // No step is faster than its compute and its collectives of tp and ep without latency, whatever
-  // the size of its micro-batches; recompute only adds to that.
+  // No step is faster than its compute and its collectives of tp and ep without latency, with the
+  // largest micro-batches, whose experts have the most rows; recompute only adds to that.
   Cluster without_latency = cluster;
   without_latency.latency = 0;
-  std::map<std::pair<LayerSplit, std::string>, double> bounds;
-  const auto bound = [&](const MeshShape& mesh, const std::string& mode) {
-    const std::pair key(LayerSplit{mesh.cp, mesh.tp, mesh.ep, mesh.etp}, mode);
+  std::map<std::tuple<LayerSplit, std::string, std::string>, double> bounds;
+  const auto bound_of = [&](const MeshShape& mesh, const std::string& mode,
+                            const std::string& dispatcher) {
+    const std::tuple key(LayerSplit{mesh.cp, mesh.tp, mesh.ep, mesh.etp}, mode, dispatcher);
     if (const auto found = bounds.find(key); found != bounds.end()) return found->second;
-    return bounds[key] = fastest_tokens_per_second(profilers.of(mode, choices.batches[0]),
-                                                   without_latency, one_stage(mesh));
+    return bounds[key] =
+               fastest_tokens_per_second(profilers.of(mode, dispatcher, choices.batches.back()),
+                                         without_latency, one_stage(mesh));
+  };
+  const auto bound = [&](const MeshShape& mesh, const std::string& mode) {
+    double most = 0;
+    for (const std::string& dispatcher : dispatchers_of(choices, mesh))
+      most = std::max(most, bound_of(mesh, mode, dispatcher));
+    return most;
   };
   for (TimedFamily& f : all) {
     MeshShape whole_experts = one_stage(f.candidates[0].meshes[0]);
     whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
     // A dispatcher may share a gather with the shared expert: a per cent for that.
-    f.bound = 1.01 * bound(whole_experts, choices.modes[0]);
+    f.bound = 1.01 * fastest_tokens_per_second(
+                         profilers.of(choices.modes[0], "auto", choices.batches.back()),
+                         without_latency, whole_experts, /*with_any_ep=*/true);
     tell();
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const TimedFamily& a, const TimedFamily& b) { return a.bound > b.bound; });
 
   const auto is_hopeless = [&](double speed) { return speed <= groups.least(); };
-  // The weakest recompute with which a step fits; larger micro-batches while gathers show.
-  const auto try_mesh = [&](const MeshShape& mesh, const std::string& schedule) {
+  // The weakest recompute with which a step fits; larger micro-batches while they are faster.
+  const auto try_order = [&](const MeshShape& mesh, const std::string& dispatcher,
+                             const Order& order) {
     const auto num_dp = std::int64_t{mesh.dp_replicate} * mesh.dp_shard;
+    double fastest = 0;
     for (const std::int64_t batch : choices.batches) {
       if (config.training.global_batch_size % (num_dp * batch) != 0) return;
       std::optional<StepTime> time;
       for (const std::string& mode : choices.modes) {
-        if (is_hopeless(bound(mesh, mode))) return;
+        if (is_hopeless(bound_of(mesh, mode, dispatcher))) return;
         ++result.num_timed;
-        time = step_time_above(profilers.of(mode, batch), cluster, mesh, schedule, groups.least(),
-                               limit);
+        time = step_time_above(profilers.of(mode, dispatcher, batch), cluster, mesh, order,
+                               groups.least(), limit);
         if (!time || time->peak <= limit) break;
       }
-      if (!time || time->peak > limit) return;
-      if (!is_hopeless(time->tokens_per_second())) groups.add(*time);
-      if (time->storage < (1 - kAlike) * time->total) return;
+      if (!time) continue;
+      if (time->peak > limit) return;
+      const double speed = time->tokens_per_second();
+      if (!is_hopeless(speed)) groups.add(*time);
+      if (kAlike * speed < fastest) return;
+      fastest = speed;
     }
+  };
+  const auto try_mesh = [&](const MeshShape& mesh, const std::string& schedule) {
+    for (const std::string& dispatcher : dispatchers_of(choices, mesh))
+      for (const bool overlaps : overlaps_of(choices, mesh))
+        try_order(mesh, dispatcher, {schedule, overlaps});
   };
   // Meshes without pp and copies first: they are timed at once, and leave few of the others.
   for (const bool is_simple : {true, false}) {

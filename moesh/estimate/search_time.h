@@ -24,6 +24,11 @@ using Progress = std::function<void(int num_done, int num_all, const TimeSearch&
 Config with_sensible_sizes(const Config& config, const Cluster& cluster,
                            std::vector<std::string>& chosen);
 
+/// The step on the mesh of the configuration in each way in which rows may travel: with every
+/// dispatcher that differs there, behind the work of another micro-batch and not. What is set is
+/// kept; the fastest first.
+std::vector<StepTime> ways_to_travel(const Config& config, const Cluster& cluster);
+
 /// The options that a search tries where nobody has set them, and what it has found for each.
 std::vector<std::pair<std::string, std::string>> searched_options(const Config& config,
                                                                   const StepTime& found);
@@ -32,7 +37,8 @@ std::vector<std::pair<std::string, std::string>> searched_options(const Config& 
 /// each with the simplest mesh of those within a per cent of it. Degrees that are not 1 stay as
 /// they are, as do options that are set; etp is 1 or tp where it is not set, tp stays within a
 /// node, and cp leaves a thousand tokens to a rank. Recompute is tried where a step does not fit
-/// without it, larger micro-batches where gathers of parameters show.
+/// without it, larger micro-batches while they are
+/// faster.
 TimeSearch search_time(const Config& config, const Cluster& cluster, double limit, size_t most,
                        const Progress& progress);
 

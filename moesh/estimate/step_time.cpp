@@ -9,124 +9,202 @@
 namespace moesh::estimate {
 namespace {
 
-// Seconds of one micro-batch on a rank, of a layer or of a stage.
-struct Parts {
-  double compute = 0;          // forward and backward, with what is computed again
-  double forward_compute = 0;  // part of it
-  double tensor = 0;           // collectives of tp and cp
-  double experts = 0;          // of ep and etp
-  double storage = 0;          // gathering parameters and reducing gradients, as far as it shows
-  double forward_storage = 0;  // part of it
+// Seconds of one micro-batch on a rank in one direction, by what goes on beside what.
+struct Pass {
+  double around = 0;      // computing but for the experts
+  double at_experts = 0;  // computing with rows that have come to their experts
+  double travel = 0;      // rows to the experts and home, which another micro-batch's work can hide
+  double apart = 0;       // rows inside a node or over etp, which nothing hides
+  double tensor = 0;      // collectives of tp and cp
+  double storage = 0;     // gathering parameters and reducing gradients, as far as it shows
 
-  void add(const Parts& p, double times = 1) {
-    compute += times * p.compute, forward_compute += times * p.forward_compute;
-    tensor += times * p.tensor, experts += times * p.experts;
-    storage += times * p.storage, forward_storage += times * p.forward_storage;
+  double compute() const { return around + at_experts; }
+  double all() const { return compute() + travel + apart + tensor + storage; }
+  void add(const Pass& p, double times = 1) {
+    around += times * p.around, at_experts += times * p.at_experts;
+    travel += times * p.travel, apart += times * p.apart;
+    tensor += times * p.tensor, storage += times * p.storage;
   }
-  double all() const { return compute + tensor + experts + storage; }
 };
 
-bool recomputes(const Config& c) { return c.activation_checkpoint.mode == "full"; }
+// Seconds of both directions, of a layer or of a stage.
+struct Parts {
+  Pass forward, backward;
+  Compute compute;     // of both, by kernels
+  double again = 0;    // part of it: forward once more, in backward
+  double weights = 0;  // part of backward: gradients of weights, which can be left for later
 
-double seconds_of_flops(double flops, const Cluster& cluster) {
-  return flops / (cluster.peak_flops * cluster.efficiency);
+  void add(const Parts& p, double times = 1) {
+    forward.add(p.forward, times), backward.add(p.backward, times);
+    compute.add(p.compute, times);
+    again += times * p.again, weights += times * p.weights;
+  }
+  double all() const { return forward.all() + backward.all(); }
+  double travel() const { return forward.travel + backward.travel; }
+  double rows() const { return travel() + forward.apart + backward.apart; }
+  double tensor() const { return forward.tensor + backward.tensor; }
+  double storage() const { return forward.storage + backward.storage; }
+};
+
+// One works while rows of the other travel, on multiprocessors of the same GPU.
+double beside(double work, double travel) {
+  const double slower = work * (1 + kPartThatMoves);
+  return travel >= slower ? travel : work + kPartThatMoves * travel;
 }
 
-// The head is not computed again, whatever the blocks do.
-Parts parts_of_head(double flops, const Cluster& cluster) {
-  const double seconds = seconds_of_flops(flops, cluster);
-  return {.compute = seconds, .forward_compute = seconds / 3};
+// Two passes at a time, of two micro-batches: `a` is ahead, and while its rows go to their experts
+// `b` does what comes before the experts; the experts of `a` work while rows of `b` come, and so
+// on. Two forwards, two backwards, or a forward and a backward: rows go there and back in each.
+double together(const Pass& a, const Pass& b) {
+  const double turns = beside(b.around, a.travel / 2) + beside(a.at_experts, b.travel / 2) +
+                       beside(b.at_experts, a.travel / 2) + beside(a.around, b.travel / 2);
+  const auto rest = [](const Pass& p) { return p.apart + p.tensor + p.storage; };
+  const double one_by_one = a.compute() + b.compute() + a.travel + b.travel;
+  return std::min(turns, one_by_one) + rest(a) + rest(b);
 }
-
-// FLOPs of each layer for a token, on the cp ranks whose queries see most: the others wait for them
-// in every layer.
-std::vector<double> flops_of_longest(const Config& config, const ModelShape& model,
-                                     const MeshShape& mesh) {
-  std::vector<double> flops = model.layer_flops;
-  if (mesh.cp == 1) return flops;
-  const SequenceCut cut = sequence_cut(config, model.sees, mesh.cp);
-  for (size_t i = 0; i < flops.size(); ++i)
-    if (const auto& o = model.sees[i])
-      flops[i] +=
-          model.scores[i] * (nn::longest_share(*o, config.data.sequence_length, mesh.cp, cut) - 1);
-  return flops;
-}
+double hidden(const Pass& a, const Pass& b) { return a.all() + b.all() - together(a, b); }
 
 // Where micro-batches of a pipeline share gathered parameters, a step gathers them once.
 bool shares_gathers(const Config& config, const MeshShape& mesh) {
   return mesh.pp > 1 && !config.parallelism.fsdp_reshard_after_forward;
 }
-double gathers_of_a_micro_batch(const Config& config, const MeshShape& mesh,
-                                std::int64_t num_micro) {
-  return shares_gathers(config, mesh) ? 1.0 / static_cast<double>(num_micro) : 1.0;
-}
 
-// The part of the micro-batches whose rows travel behind the compute of another one: of an odd
-// number the last has none beside it.
-double part_in_pairs(const Config& config, const MeshShape& mesh, std::int64_t num_micro) {
-  if (!config.parallelism.overlap_experts || mesh.pp > 1 || mesh.ep * mesh.etp == 1) return 0;
-  return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);
-}
+// A step as far as the time of a layer depends on it.
+struct Setting {
+  const Config& config;
+  const Cluster& cluster;
+  MeshShape mesh;
+  std::int64_t num_micro = 1;
+  double in_pairs = 0;  // the part of the micro-batches which have another one beside them
+  bool moves_parameters = true;
 
-// FLOPs of a layer's attention for a token, behind which keys and values of other cp ranks travel:
-// those of half the heads behind the attention of the others.
-double scores_beside_keys(const Config& config, const ModelShape& model, const MeshShape& mesh,
-                          size_t layer) {
-  const models::ModelFacts facts = models::facts(config.model.architecture);
-  const bool in_halves = !facts.sends_latents && facts.num_kv_heads / mesh.tp % 2 == 0;
-  return mesh.cp > 1 && in_halves ? model.scores[layer] / 2 : 0;
-}
-
-Parts parts_of(const PartProfile& p, double flops, const Config& config, const Cluster& cluster,
-               const MeshShape& mesh, double gathers_of_each = 1, double in_pairs = 0,
-               double scores = 0) {
-  Parts out;
-  const double times = recomputes(config) ? 4.0 / 3 : 1;
-  out.forward_compute = seconds_of_flops(flops, cluster) / 3;
-  out.compute = seconds_of_flops(flops, cluster) * times;
-  double gathers = 0, keys = 0;
-  for (const auto& [key, entry] : p.traffic) {
-    const Axes axes = axes_of(key.first);
-    double time =
-        seconds(cluster, group_shape(cluster, mesh, axes), key.second,
-                static_cast<double>(entry.num_bytes), static_cast<double>(entry.num_calls));
-    if ((axes & (dp_replicate | dp_shard | efsdp)) != none) {
-      const bool is_gather = key.second == comm::Collective::all_gather;
-      if (is_gather) time *= gathers_of_each;
-      out.storage += time;
-      if (is_gather) gathers += time;
-    } else if ((axes & (ep | ep_nodes | ep_inside | etp)) != none) {
-      out.experts += time;
-    } else {
-      out.tensor += time;
-      if (axes == cp) keys += time;
-    }
+  // Of an odd number the last has none.
+  static double pairs(bool overlaps, const MeshShape& mesh, std::int64_t num_micro) {
+    if (!overlaps || mesh.pp > 1 || mesh.ep * mesh.etp == 1) return 0;
+    return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);
   }
-  out.tensor -= std::min(keys / 2, seconds_of_flops(scores, cluster) * times);
-  out.experts -= in_pairs * std::min(out.experts, out.compute);
+  double gathers_of_each() const {
+    return shares_gathers(config, mesh) ? 1 / static_cast<double>(num_micro) : 1;
+  }
+  bool gathers_again() const {
+    return !shares_gathers(config, mesh) && (config.parallelism.fsdp_reshard_after_forward ||
+                                             config.activation_checkpoint.mode == "full");
+  }
+};
+
+// Passes over parameters that are gathered, and gradients that are reduced and added up: bytes.
+struct ParameterBytes {
+  double gather = 0, gradients = 0;
+};
+ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
+  constexpr double kMaster = 4;                                   // bytes of a number at rest
+  const double later = 1 - 1 / static_cast<double>(s.num_micro);  // that are not the first
+  ParameterBytes bytes;
+  for (const auto& [state, axes] :
+       {std::pair(&p.dense, fsdp), std::pair(&p.experts, Axes(efsdp))}) {
+    const double n = s.mesh.size(axes), weights = static_cast<double>(state->weights) / kMaster,
+                 gradients = static_cast<double>(state->gradients) / kMaster;
+    if (n == 1) {  // casts are among the kernels; float32 sums begin with the second
+      bytes.gradients += 18 * later * gradients;
+      continue;
+    }
+    bytes.gather += 6 * weights + 4 * n * weights;  // cast, and taken out of the message
+    bytes.gradients += (6 * n + 12 * later + 8 * (1 - later)) * gradients;  // packed, added
+  }
+  return bytes;
+}
+
+double seconds_of(const Setting& s, const comm::Ledger::value_type& entry) {
+  const auto& [key, traffic] = entry;
+  return seconds(s.cluster, group_shape(s.cluster, s.mesh, axes_of(key.first)), key.second,
+                 static_cast<double>(traffic.num_bytes), static_cast<double>(traffic.num_calls));
+}
+
+void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
+  for (const auto& entry : traffic) {
+    const Axes axes = axes_of(entry.first.first);
+    if ((axes & (dp_replicate | dp_shard | efsdp)) != none) continue;
+    const bool is_row = (axes & (ep | ep_nodes | ep_inside | etp)) != none,
+               travels = (axes & (ep | ep_nodes)) != none;
+    (!is_row ? to.tensor : travels ? to.travel : to.apart) += seconds_of(s, entry);
+  }
+}
+
+// Keys and values of half the heads travel behind attention of the others; latents do not.
+void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, Pass& of) {
+  const models::ModelFacts facts = models::facts(s.config.model.architecture);
+  if (facts.sends_latents || facts.num_kv_heads / s.mesh.tp % 2 != 0) return;
+  double keys = 0;
+  for (const auto& entry : traffic)
+    if (axes_of(entry.first.first) == cp) keys += seconds_of(s, entry);
+  of.tensor -= std::min(keys, attention) / 2;
+}
+
+comm::Ledger without(comm::Ledger all, const comm::Ledger& some) {
+  for (const auto& [key, entry] : some) {
+    all[key].num_bytes -= entry.num_bytes;
+    all[key].num_calls -= entry.num_calls;
+  }
+  return all;
+}
+
+Parts parts_of(const PartProfile& p, const Setting& s) {
+  Parts out;
+  const Compute forward = compute_of(p.work.forward, s.cluster),
+                again = compute_of(p.work.again, s.cluster),
+                backward = compute_of(p.work.backward, s.cluster);
+  for (const Compute* c : {&forward, &again, &backward}) out.compute.add(*c);
+  out.again = again.all();
+  out.weights = forward.experts + forward.dense;  // as many products as in forward
+  out.forward.at_experts = forward.at_experts();
+  out.forward.around = forward.all() - forward.at_experts();
+  out.backward.at_experts = again.at_experts() + backward.at_experts();
+  out.backward.around = again.all() + backward.all() - out.backward.at_experts;
+  const comm::Ledger &in_forward_pass = p.work.sent_in_forward,
+                     in_backward_pass = without(p.traffic, in_forward_pass);
+  add_traffic(in_forward_pass, s, out.forward);
+  add_traffic(in_backward_pass, s, out.backward);
+  hide_keys(in_forward_pass, s, forward.attention, out.forward);
+  hide_keys(in_backward_pass, s, again.attention + backward.attention, out.backward);
+
+  if (!s.moves_parameters) return out;
+  const ParameterBytes bytes = parameter_bytes(p, s);
+  const double gather = s.gathers_of_each() * seconds_of_large_pass(bytes.gather, s.cluster),
+               rest = (s.gathers_again() ? gather : 0) +
+                      seconds_of_large_pass(bytes.gradients, s.cluster);
+  out.forward.around += gather, out.backward.around += rest;
+  out.compute.passes += gather + rest;
+
+  const double hidden_forward = s.in_pairs / 2 * hidden(out.forward, out.forward),
+               hidden_backward = s.in_pairs / 2 * hidden(out.backward, out.backward);
+  out.forward.travel -= hidden_forward, out.backward.travel -= hidden_backward;
+
   // The parameters of the next block travel while this one computes, forward and backward, and
-  // gradients are reduced while backward goes on.
-  const bool again = !shares_gathers(config, mesh) &&
-                     (config.parallelism.fsdp_reshard_after_forward || recomputes(config));
-  const double in_forward = again ? gathers / 2 : gathers, in_backward = out.storage - in_forward,
+  // gradients are reduced while backward goes on: as far as rows leave the links free.
+  double gathers = 0, reductions = 0;
+  for (const auto& entry : p.traffic) {
+    if ((axes_of(entry.first.first) & (dp_replicate | dp_shard | efsdp)) == none) continue;
+    const bool is_gather = entry.first.second == comm::Collective::all_gather;
+    (is_gather ? gathers : reductions) +=
+        seconds_of(s, entry) * (is_gather ? s.gathers_of_each() : 1);
+  }
+  const double in_forward = s.gathers_again() ? gathers / 2 : gathers,
+               in_backward = gathers - in_forward + reductions,
                can_hide =
-                   config.parallelism.overlap_reductions ? in_backward : gathers - in_forward;
-  out.forward_storage = in_forward - std::min(in_forward, out.forward_compute);
-  out.storage =
-      out.forward_storage + in_backward - std::min(can_hide, out.compute - out.forward_compute);
+                   s.config.parallelism.overlap_reductions ? in_backward : gathers - in_forward;
+  const auto shows = [](double all, double can, double free) {
+    return all - std::min(can, std::max(0.0, free));
+  };
+  out.forward.storage = shows(in_forward, in_forward, out.forward.compute() - hidden_forward);
+  out.backward.storage = shows(in_backward, can_hide, out.backward.compute() - hidden_backward);
   return out;
 }
 
-pipeline::StageCosts costs_of(const Parts& p, const Config& config) {
-  // Collectives of the layers are the same in forward, in backward, and in a forward that is run
-  // again.
-  const double forward_share = recomputes(config) ? 1.0 / 3 : 1.0 / 2;
-  pipeline::StageCosts c;
-  c.forward = p.forward_compute + p.forward_storage + forward_share * (p.tensor + p.experts);
-  const double backward = p.all() - c.forward;
-  c.backward_weight = p.forward_compute;  // as many products as in forward
-  c.backward_input = backward - c.backward_weight;
-  return c;
+// The loss and its gradients are computed in forward, and nothing of them again.
+pipeline::StageCosts costs_of(const Parts& p) {
+  return {.forward = p.forward.all(),
+          .backward_input = p.backward.all() - p.weights,
+          .backward_weight = p.weights};
 }
 
 std::int64_t micro_batches(const Config& config, const MeshShape& mesh) {
@@ -169,6 +247,7 @@ struct Pipe {
   std::int64_t num_micro = 1;
   pipeline::StagePlan plan;
   std::vector<Parts> stages;
+  std::vector<double> ends;  // of each: computing embedding, head and loss
   pipeline::Costs costs;
   std::vector<StateMemory> state;  // of each stage
   std::vector<double> always;    // of each: bytes that do not depend on how many micro-batches live
@@ -198,13 +277,30 @@ bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int 
   return false;
 }
 
+// The part of what is around the layers that a stage has: the embedding, whose backward is one, or
+// the head, whose backward is in forward.
+Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s) {
+  const auto take = [part](std::int64_t& n) {
+    n = static_cast<std::int64_t>(part * static_cast<double>(n));
+  };
+  for (StateMemory* state : {&ends.dense, &ends.experts})
+    take(state->weights), take(state->gradients), take(state->optimizer);
+  for (comm::Ledger* traffic : {&ends.traffic, &ends.work.sent_in_forward})
+    for (auto& [key, entry] : *traffic) take(entry.num_calls), take(entry.num_bytes);
+  if (part < 1 && is_first) ends.work.forward.clear(), ends.work.again.clear();
+  if (part < 1 && !is_first) ends.work.backward.clear();
+  Parts parts = parts_of(ends, s);
+  parts.weights = 0;
+  return parts;
+}
+
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-               const std::string& schedule, Stages stages) {
+               const Order& order, Stages stages) {
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   const int num_layers = static_cast<int>(model.is_moe.size());
   const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
-  Pipe pipe{.stages_of_a_rank = num_stages_of_a_rank(mesh, given, schedule, num_layers),
+  Pipe pipe{.stages_of_a_rank = num_stages_of_a_rank(mesh, given, order.schedule, num_layers),
             .num_micro = micro_batches(config, mesh)};
   const int num_stages = mesh.pp * pipe.stages_of_a_rank;
   const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length) /
@@ -217,20 +313,13 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
           ? pipeline::balanced_plan(
                 {.layers = model.layer_flops, .embedding = 0, .head = model.head_flops}, num_stages)
           : pipeline::given_plan(given, num_layers);
-  const double gathers_of_each = gathers_of_a_micro_batch(config, mesh, pipe.num_micro),
-               in_pairs = part_in_pairs(config, mesh, pipe.num_micro);
-  const std::vector<double> layer_flops = flops_of_longest(config, model, mesh);
-  std::map<std::pair<bool, double>, Parts> known;  // layers of one kind are alike
-  const auto layer_parts = [&](size_t i) {
-    const std::pair key(model.is_moe[i], layer_flops[i]);
-    const auto found = known.find(key);
-    if (found != known.end()) return found->second;
-    return known[key] = parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster,
-                                 mesh, gathers_of_each, in_pairs,
-                                 tokens * scores_beside_keys(config, model, mesh, i));
-  };
-  const Parts ends = parts_of(profile.ends, 0, config, cluster, mesh);
-  const Parts head = parts_of_head(tokens * model.head_flops, cluster);
+  const Setting setting{.config = config,
+                        .cluster = cluster,
+                        .mesh = mesh,
+                        .num_micro = pipe.num_micro,
+                        .in_pairs = Setting::pairs(order.overlap_experts, mesh, pipe.num_micro)};
+  std::map<bool, Parts> layer_parts;
+  for (const auto& [is_moe, p] : profile.layers) layer_parts[is_moe] = parts_of(p, setting);
   size_t layer = 0;
   for (size_t s = 0; s < pipe.plan.size(); ++s) {
     Parts stage;
@@ -238,7 +327,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
     double activations = 0, kept = 0, gathered = 0;
     for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
       const PartProfile& p = profile.layers.at(model.is_moe[layer]);
-      stage.add(layer_parts(layer));
+      stage.add(layer_parts.at(model.is_moe[layer]));
       add(state, p.dense), add(state, p.experts);
       activations += p.activations, kept += p.kept, gathered += p.gathered;
     }
@@ -247,21 +336,25 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
     add(state, profile.ends.dense,
         both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
     if (is_last) add(state, profile.ends.experts);
-    const double traffic_of_first = std::min(0.5, model.of_first);
-    stage.add(ends,
-              both + (1 - both) * (is_first * traffic_of_first + is_last * (1 - traffic_of_first)));
-    pipeline::StageCosts c = costs_of(stage, config);
-    if (is_last) {  // backward of the head follows its forward at once
-      stage.add(head);
-      c.forward += head.all();
+    Parts end;
+    if (is_first || is_last) {
+      const double of_first = std::min(0.5, model.of_first);
+      end = parts_of_end(profile.ends,
+                         both == 1  ? 1
+                         : is_first ? of_first
+                                    : 1 - of_first,
+                         is_first, setting);
     }
+    stage.add(end);
+    pipe.ends.push_back(end.compute.all());
     pipe.stages.push_back(stage);
     pipe.state.push_back(state);
     pipe.always.push_back(is_last    ? profile.always
                           : is_first ? profile.always_on_first
                                      : profile.always_between);
     pipe.gathered.push_back(gathered);
-    c.activation = in_pairs > 0 ? 2 * activations : activations;
+    pipeline::StageCosts c = costs_of(stage);
+    c.activation = setting.in_pairs > 0 ? 2 * activations : activations;
     c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
     pipe.costs.stages.push_back(c);
   }
@@ -270,7 +363,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                                                       : 4;
   const double held = config.parallelism.sequence_parallel ? tokens : tokens * mesh.tp;
   const double num_bytes = held * static_cast<double>(model.dim) * bytes_of_number;
-  const auto rank_of = schedule_of(pipe, mesh, schedule, 1).rank_of;
+  const auto rank_of = schedule_of(pipe, mesh, order.schedule, 1).rank_of;
   for (size_t s = 0; s + 1 < rank_of.size(); ++s)
     pipe.costs.stages[s].transfer =
         num_bytes / (crosses_nodes(cluster, mesh, rank_of[s], rank_of[s + 1])
@@ -298,11 +391,11 @@ double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
     const auto rank = static_cast<size_t>(rank_of[s]);
     const Parts& w = work[rank];
     if (!is_seen[rank])
-      most = std::max(most, before + static_cast<double>(pipe.num_micro) * (w.all() - w.storage));
+      most = std::max(most, before + static_cast<double>(pipe.num_micro) * (w.all() - w.storage()));
     is_seen[rank] = true;
     const Parts& stage = pipe.stages[s];
-    before += in_halves ? pipe.costs.stages[s].forward - stage.forward_storage
-                        : stage.all() - stage.storage;
+    before +=
+        in_halves ? stage.forward.all() - stage.forward.storage : stage.all() - stage.storage();
   }
   return most;
 }
@@ -321,6 +414,8 @@ formats::JsonValue to_json(const StepTime& t) {
   return {formats::JsonObject{{"mesh", {t.mesh.describe()}},
                               {"schedule", {t.schedule}},
                               {"recompute", {t.recompute}},
+                              {"dispatcher", {t.dispatcher}},
+                              {"overlap_experts", {t.overlap_experts}},
                               {"batch_size", {t.batch_size}},
                               {"ranks", {std::int64_t{t.mesh.num_ranks()}}},
                               {"tokens", {t.num_tokens}},
@@ -328,6 +423,11 @@ formats::JsonValue to_json(const StepTime& t) {
                               {"layers", {std::move(layers)}},
                               {"seconds", {t.total}},
                               {"compute", {t.compute}},
+                              {"products_of_experts", {t.kernels.experts}},
+                              {"attention", {t.kernels.attention}},
+                              {"other_products", {t.kernels.dense}},
+                              {"passes", {t.kernels.passes}},
+                              {"once_more", {t.again}},
                               {"tensor", {t.tensor}},
                               {"experts", {t.experts}},
                               {"storage", {t.storage}},
@@ -343,27 +443,28 @@ namespace {
 
 // Nothing where no schedule, and no size of a micro-batch, gives more than `least` tokens a second.
 std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                              const std::string& schedule, Stages stages, double least) {
+                              const Order& how, Stages stages, double least) {
   const MeshShape mesh = shape.validated();
+  const std::string& schedule = how.schedule;
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
-  const Pipe pipe = make_pipe(profiler, cluster, mesh, schedule, stages);
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, how, stages);
   const std::int64_t simulated_micro = enough_micro(pipe, mesh);
   const auto order = schedule_of(pipe, mesh, schedule, simulated_micro);
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
-  std::vector<double> always(work.size()), gathered(work.size());
+  std::vector<double> always(work.size()), gathered(work.size()), ends(work.size());
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(order.rank_of[s]);
     work[rank].add(pipe.stages[s]);
     add(state[rank], pipe.state[s]);
     always[rank] = std::max(always[rank], pipe.always[s]);
     gathered[rank] += pipe.gathered[s];
+    ends[rank] += pipe.ends[s];
   }
-  const Parts& longest = *std::max_element(
-      work.begin(), work.end(), [](const Parts& a, const Parts& b) { return a.all() < b.all(); });
-  const auto num_micro = static_cast<double>(pipe.num_micro);
+  const auto num_micro = static_cast<double>(pipe.num_micro),
+             num_more = num_micro - static_cast<double>(simulated_micro);
   StepTime out{.mesh = mesh,
                .schedule = schedule,
                .recompute = config.activation_checkpoint.mode,
@@ -372,31 +473,40 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                              config.data.batch_size * config.data.sequence_length * pipe.num_micro,
                .num_micro_batches = pipe.num_micro,
                .layers = pipe.plan,
-               .compute = num_micro * longest.compute,
-               .tensor = num_micro * longest.tensor,
-               .experts = num_micro * longest.experts,
-               .storage = num_micro * longest.storage};
+               .overlap_experts = how.overlap_experts,
+               .dispatcher = config.parallelism.moe_dispatcher};
   const double fastest = fewest_seconds(pipe, work, order.rank_of, schedule);
   if (static_cast<double>(out.num_tokens) <= least * fastest) return std::nullopt;
   const auto simulation = pipeline::simulate(order, pipe.costs);
+  std::vector<double> busy;
   for (size_t r = 0; r < work.size(); ++r) {
+    busy.push_back(simulation.busy[r] + num_more * work[r].all());
     // GPipe holds all micro-batches; the others no more than were simulated.
     const double alive =
         schedule == "gpipe" && mesh.pp > 1 ? num_micro / static_cast<double>(simulated_micro) : 1;
     out.peak = std::max(out.peak, static_cast<double>(state[r].total()) +
                                       alive * simulation.peak[r] + always[r] + gathered[r]);
-    // Weights and moments are read and written, gradients read.
-    out.update = std::max(
-        out.update,
-        static_cast<double>(2 * state[r].weights + state[r].gradients + 2 * state[r].optimizer) /
-            cluster.memory_bandwidth);
+    // Weights and moments are read and written, gradients read for their norm, and once more. Those
+    // of one micro-batch on one rank are in the type of the work.
+    const double of_gradients =
+        mesh.num_ranks() * pipe.num_micro == 1 && config.training.dtype == "bfloat16" ? 1 : 2;
+    const double bytes = static_cast<double>(2 * state[r].weights + 2 * state[r].optimizer) +
+                         of_gradients * static_cast<double>(state[r].gradients);
+    out.update = std::max(out.update, seconds_of_large_pass(bytes, cluster));
   }
-  const double whole =
-      simulation.time + static_cast<double>(pipe.num_micro - simulated_micro) * longest.all();
-  out.bubble = std::max(0.0, whole - num_micro * longest.all());  // not -0 by rounding
-  double busy = 0;
-  for (const Parts& p : work) busy += num_micro * p.all();
-  out.waiting = std::max(0.0, 1 - busy / (whole * mesh.pp));
+  const auto busiest = std::max_element(busy.begin(), busy.end()) - busy.begin();
+  const Parts& longest = work[static_cast<size_t>(busiest)];
+  const double longest_busy = busy[static_cast<size_t>(busiest)],
+               whole = simulation.time + num_more * longest.all();
+  out.compute = num_micro * longest.compute.all(), out.tensor = num_micro * longest.tensor();
+  out.storage = num_micro * longest.storage();
+  out.experts = num_micro * longest.rows();
+  out.kernels.add(longest.compute, num_micro);
+  out.again = num_micro * longest.again;
+  out.ends = num_micro * ends[static_cast<size_t>(busiest)];
+  out.bubble = std::max(0.0, whole - longest_busy);  // not -0 by rounding
+  out.waiting =
+      std::max(0.0, 1 - std::accumulate(busy.begin(), busy.end(), 0.0) / (whole * mesh.pp));
   out.total = whole + out.update;
   out.peak_flops = cluster.peak_flops;
   out.flops = static_cast<double>(out.num_tokens) *
@@ -406,45 +516,56 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
 
 }  // namespace
 
+Order order_of(const Config& config) {
+  return {config.parallelism.pipeline_parallel_schedule, config.parallelism.overlap_experts};
+}
+
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-                   const std::string& schedule) {
-  return *timed(profiler, cluster, mesh, schedule, stages_of(mesh, schedule), 0);
+                   const Order& order) {
+  return *timed(profiler, cluster, mesh, order, stages_of(mesh, order.schedule), 0);
 }
 
 // What only stages have takes further dry runs, and changes the memory but not the time.
 std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
-                                        const MeshShape& mesh, const std::string& schedule,
-                                        double least, double limit) {
-  auto time = timed(profiler, cluster, mesh, schedule, Stages::one, least);
+                                        const MeshShape& mesh, const Order& order, double least,
+                                        double limit) {
+  auto time = timed(profiler, cluster, mesh, order, Stages::one, least);
   if (!time || mesh.pp == 1 || time->tokens_per_second() <= least) return time;
   const bool is_least = profiler.config().parallelism.fsdp_reshard_after_forward;
   if (is_least && time->peak > limit) return time;
-  return timed(profiler, cluster, mesh, schedule, stages_of(mesh, schedule), least);
+  return timed(profiler, cluster, mesh, order, stages_of(mesh, order.schedule), least);
 }
 
 pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                               const std::string& schedule, int most) {
+                               const Order& order, int most) {
   const MeshShape mesh = shape.validated();
-  const Pipe pipe = make_pipe(profiler, cluster, mesh, schedule, stages_of(mesh, schedule));
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, order, stages_of(mesh, order.schedule));
   return pipeline::simulate(
-      schedule_of(pipe, mesh, schedule, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
+      schedule_of(pipe, mesh, order.schedule, std::min<std::int64_t>(pipe.num_micro, most)),
+      pipe.costs);
 }
 
-double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster,
-                                 const MeshShape& shape) {
+double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
+                                 bool with_any_ep) {
   const MeshShape mesh = shape.validated();
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
-  const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length),
-               of_rank = tokens / (mesh.cp * mesh.tp);
+  const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length);
   const Profile profile = profiler.on(mesh);
-  const std::vector<double> layer_flops = flops_of_longest(config, model, mesh);
+  const Setting setting{
+      .config = config, .cluster = cluster, .mesh = mesh, .moves_parameters = false};
   Parts sum;
-  for (size_t i = 0; i < model.is_moe.size(); ++i)
-    sum.add(parts_of(profile.layers.at(model.is_moe[i]), of_rank * layer_flops[i], config, cluster,
-                     mesh, 1, 0, of_rank * scores_beside_keys(config, model, mesh, i)));
-  sum.add(parts_of_head(of_rank * model.head_flops, cluster));
-  return tokens * mesh.dp_replicate * mesh.dp_shard / (sum.compute + sum.tensor + sum.experts);
+  for (const bool is_moe : model.is_moe) sum.add(parts_of(profile.layers.at(is_moe), setting));
+  sum.add(parts_of(profile.ends, setting));
+  double compute = sum.compute.all();
+  if (with_any_ep) {
+    double experts = 0;
+    for (const bool is_moe : model.is_moe)
+      experts += least_seconds_of_experts(profile.layers.at(is_moe).work, cluster);
+    compute += experts - sum.compute.experts;
+  }
+  const double fastest = std::max(compute, sum.travel()) + sum.rows() - sum.travel() + sum.tensor();
+  return tokens * mesh.dp_replicate * mesh.dp_shard / fastest;
 }
 
 }  // namespace moesh::estimate

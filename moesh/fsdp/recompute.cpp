@@ -1,6 +1,7 @@
 #include "moesh/fsdp/recompute.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -80,6 +81,7 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
     const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
     variable_list outputs, gradients;
     {
+      RECORD_USER_SCOPE("forward again");
       const at::AutoGradMode enable(true);
       const ResultsScope scope(body->kept.get());
       if (body->kept) body->kept->is_second_run = true;

@@ -62,6 +62,7 @@ bool is_narrow(const at::Tensor& grad, const at::Tensor& leaf) {
 // A gradient of backward stays in the type of the work until something is added to it. It may be
 // the gradient of something else as well, so it is never written to.
 void add_to_leaf(const at::Tensor& leaf, const at::Tensor& sum) {
+  RECORD_USER_SCOPE("add to a gradient");
   at::Tensor& grad = at::Tensor(leaf).mutable_grad();
   if (!grad.defined())
     grad = is_narrow(sum, leaf) ? sum.contiguous() : sum.clone(at::MemoryFormat::Contiguous);

@@ -94,12 +94,10 @@ FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence) {
           return Stage(plan, {.device = at::kMeta}, {begin, end}).flops_per_token(sequence);
         };
         // Only the head is a stage of no layer; what is left of the last layer is its own.
-        FlopsOfParts all{.layers = {}, .scores = {}, .head = flops(c.num_layers, c.num_layers)};
+        FlopsOfParts all{.layers = {}, .head = flops(c.num_layers, c.num_layers)};
         for (std::int64_t i = 0; i < c.num_layers; ++i) {
-          Stage layer(plan, {.device = at::kMeta}, {i, i + 1});
-          all.layers.push_back(layer.flops_per_token(sequence) -
-                               (i + 1 == c.num_layers ? all.head : 0));
-          all.scores.push_back(layer.attentions()[0]->flops(sequence));
+          const double layer = flops(i, i + 1);
+          all.layers.push_back(i + 1 == c.num_layers ? layer - all.head : layer);
         }
         return all;
       },

@@ -41,10 +41,9 @@ ModelFacts facts(const AnyConfig& config);
 std::optional<BrokenRule> broken_rule(const AnyConfig& config);
 /// What the attention of each layer sees, those of multi-token prediction included.
 std::vector<std::optional<nn::AttentionOptions>> attention_options(const AnyConfig& config);
-/// FLOPs of a token, forward and backward, at this sequence length: of each layer, the part of it
-/// that is scores and values, and of the head.
+/// FLOPs of a token, forward and backward, at this sequence length: of each layer, and of the head.
 struct FlopsOfParts {
-  std::vector<double> layers, scores;
+  std::vector<double> layers;
   double head = 0;
 };
 FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence);

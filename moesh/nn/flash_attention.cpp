@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "moesh/fsdp/recompute.h"
+#include "moesh/kernels/meta/work.h"
 #include "moesh/kernels/rowwise.h"
 
 namespace moesh::nn {
@@ -58,9 +59,29 @@ FlashOutput run_by_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Ten
           std::get<7>(out)};
 }
 
+// Documents are taken for one that is as long as the sequence.
+void note_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const Boundaries& b, std::int64_t window, bool is_backward) {
+  const auto size = [](const at::Tensor& t, std::int64_t dim) {
+    return static_cast<double>(t.size(dim));
+  };
+  const auto num_queries = static_cast<double>(b.most_queries);
+  kernels::meta::note_attention(
+      {.batch = static_cast<double>(q.numel()) / (num_queries * size(q, -2) * size(q, -1)),
+       .num_queries = num_queries,
+       .num_keys = static_cast<double>(b.most_keys),
+       .num_heads = size(q, -2),
+       .num_groups = size(k, -2),
+       .width = size(q, -1),
+       .value_width = size(v, -1),
+       .window = static_cast<double>(window)},
+      is_backward);
+}
+
 FlashOutput run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
                 double scale, std::int64_t window) {
   if (q.is_meta()) {
+    note_attention(q, k, v, b, window, /*is_backward=*/false);
     auto shape = q.sizes().vec();
     shape.pop_back();
     std::swap(shape[shape.size() - 2], shape[shape.size() - 1]);
@@ -145,6 +166,7 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
     at::Tensor d_sinks;
     if (sinks.defined()) d_sinks = kernels::sink_gradient(y, lse, sinks, dy);
     if (q.is_meta()) {
+      note_attention(q, k, v, b, data["window"].toInt(), /*is_backward=*/true);
       const auto held = held_in_backward(q, k, b);
       return {at::empty(q.sizes(), q.options()),
               at::empty(k.sizes(), k.options()),

@@ -61,12 +61,23 @@ def main():
         parts = sum(result[k] for k in
                     ("compute", "tensor", "experts", "storage", "bubble", "update"))
         assert abs(parts / result["seconds"] - 1) < 1e-3, result
+        kernels = sum(result[k] for k in
+                      ("products_of_experts", "attention", "other_products", "passes"))
+        assert abs(kernels / result["compute"] - 1) < 1e-3 and result["once_more"] == 0, result
         assert abs(result["tokens_per_second"] * result["seconds"] / (64 * 128) - 1) < 1e-3, result
         assert xml.dom.minidom.parse(f"{tmp}/a.svg").documentElement.tagName == "svg"
 
         picture = run(moesh, *estimate, "--mesh=dp_shard=4,ep=4", "--schedule",
                       "--parallelism.pipeline_parallel_degree=2")
         assert "rank 1   .." in picture and "F4 " in picture, picture
+
+        # The ways of one mesh: two dispatchers between nodes, one micro-batch at a time and two.
+        said = run(moesh, "estimate", "--cluster", "h100x2:4", *MODEL, "--mesh=dp_shard=8,ep=4",
+                   "--overlap", "--json", f"{tmp}/o")
+        ways = json.loads((tmp / "o").read_text())["estimates"]
+        assert len({(w["dispatcher"], w["overlap_experts"]) for w in ways}) == 4, ways
+        assert [w["seconds"] for w in ways] == sorted(w["seconds"] for w in ways), ways
+        assert len(re.findall(r"^two_hops +(true|false) ", said, re.M)) == 2, said
 
         # The best of all choices, as rows for --mesh, and a command that can be pasted.
         said = run(moesh, *estimate, "--search", "--json", f"{tmp}/b", "--schedule",
@@ -82,7 +93,8 @@ def main():
         pasted = run(moesh, "estimate", "--cluster", "h100x8:1", *shlex.split(command),
                      "--json", f"{tmp}/c")
         (again,) = json.loads((tmp / "c").read_text())["estimates"]
-        for key in ("tokens_per_second", "peak", "recompute", "batch_size", "schedule", "mesh"):
+        for key in ("tokens_per_second", "peak", "recompute", "batch_size", "schedule", "mesh",
+                    "dispatcher", "overlap_experts"):
             assert again[key] == found[0][key], (key, again, found[0], pasted)
 
         # Without sizes and without a cluster both are chosen, and said.
@@ -112,6 +124,8 @@ def main():
 
     fails(*estimate, "--search", "16", part="the cluster has 8 GPUs")
     fails("estimate", "--search", part="--search 64, or a cluster")
+    fails("estimate", *MODEL, "--overlap", part="--overlap compares times on a cluster")
+    fails(*estimate, "--search", "--overlap", part="--overlap compares the ways of one mesh")
     fails("estimate", "--cluster", "h100:8", part="h100x8:8 is 8 nodes of 8 GPUs")
     fails(*estimate, "--mesh=pp=2", part="the mesh has 2 ranks (pp=2), and the cluster 8 GPUs")
     fails(*estimate, "--mesh=pp=8", part="model.num_layers is 6")

@@ -117,13 +117,13 @@ TEST(StepTime, OneStageHasNoBubble) {
   const Config c =
       load_args(with(kModel, {"--mesh=dp_shard=4,tp=2,ep=8", "--training.global_batch_size=64"}));
   Profiler profiler(c);
-  const StepTime t = step_time(profiler, cluster, mesh_shape(c), "1f1b");
+  const StepTime t = step_time(profiler, cluster, mesh_shape(c), {"1f1b"});
   EXPECT_EQ(t.num_micro_batches, 8);
   EXPECT_EQ(t.num_tokens, 64 * 256);
   EXPECT_NEAR(t.bubble, 0, 1e-9 * t.total);
   EXPECT_NEAR(t.compute + t.tensor + t.experts + t.storage + t.update, t.total, 1e-9 * t.total);
-  // The model's FLOPs at the efficiency of the cluster are the time of compute.
-  EXPECT_NEAR(t.flops / (8 * cluster.peak_flops * cluster.efficiency), t.compute, 1e-9 * t.compute);
+  EXPECT_NEAR(t.kernels.all(), t.compute, 1e-9 * t.compute);
+  EXPECT_GT(t.compute, t.flops / (8 * cluster.peak_flops));
   for (const double part : {t.compute, t.tensor, t.experts, t.storage, t.update})
     EXPECT_GT(part, 0);
 }
@@ -135,10 +135,11 @@ TEST(StepTime, RowsOfPairsTravelBehindCompute) {
   const auto time_of = [&](int num_micro, const char* is_on) {
     const Config c =
         load_args(with(kModel, {"--mesh=dp_shard=8,ep=8", "--parallelism.moe_dispatcher=all_to_all",
+                                "--data.sequence_length=4096",
                                 std::string("--parallelism.overlap_experts=") + is_on,
                                 "--training.global_batch_size=" + std::to_string(16 * num_micro)}));
     Profiler profiler(c);
-    return step_time(profiler, cluster, mesh_shape(c), "1f1b");
+    return step_time(profiler, cluster, mesh_shape(c), order_of(c));
   };
   for (const int num_micro : {7, 8}) {
     const StepTime off = time_of(num_micro, "false"), on = time_of(num_micro, "true");
@@ -148,12 +149,13 @@ TEST(StepTime, RowsOfPairsTravelBehindCompute) {
     const double in_pairs = num_micro == 7 ? 6.0 / 7 : 1;
     EXPECT_GT(hidden, 0);
     EXPECT_LE(hidden, in_pairs * std::min(off.experts, off.compute) * (1 + 1e-9));
-    EXPECT_NEAR(off.total - on.total, hidden, 1e-9 * off.total);
+    // What computes hides parameters as well, as far as rows leave the links free.
+    EXPECT_NEAR(off.total - on.total, hidden - (on.storage - off.storage), 1e-9 * off.total);
+    EXPECT_GT(off.total, on.total);
     EXPECT_GT(on.peak, off.peak);
   }
 }
 
-// Layers that are alike, nothing but compute: the bubble of the formula.
 // Ranks of cp wait in each layer for the one whose queries see most: up to twice the mean, where
 // each has one piece of a sequence.
 TEST(StepTime, CountsTheAttentionOfTheLongestRank) {
@@ -164,22 +166,10 @@ TEST(StepTime, CountsTheAttentionOfTheLongestRank) {
               "--data.sequence_length=4096", "--mesh=dp_shard=2,cp=4"},
              more));
     Profiler profiler(c);
-    return step_time(profiler, cluster, mesh_shape(c), "1f1b").compute;
+    return step_time(profiler, cluster, mesh_shape(c), {"1f1b"}).compute;
   };
   const std::string key = "--parallelism.context_parallel_cut=";
   const double contiguous = compute({key + "contiguous"}), balanced = compute({key + "balanced"});
-  const Config c = load_args({"--model=gpt_oss:debug", "--data.sequence_length=4096"});
-  const ModelShape model = model_shape(c);
-  const auto flops = [&](SequenceCut cut) {
-    double sum = model.head_flops;
-    for (size_t i = 0; i < model.layer_flops.size(); ++i) {
-      const nn::AttentionOptions o{.window = i % 2 == 0 ? 32 : 0};
-      sum += model.layer_flops[i] + model.scores[i] * (nn::longest_share(o, 4096, 4, cut) - 1);
-    }
-    return sum;
-  };
-  EXPECT_NEAR(contiguous / balanced, flops(SequenceCut::contiguous) / flops(SequenceCut::balanced),
-              1e-6);
   EXPECT_GT(contiguous, 1.1 * balanced);
   EXPECT_EQ(compute({}), balanced) << "auto: half of its layers see everything";
   EXPECT_EQ(compute({"--model.num_layers=1"}),
@@ -197,7 +187,7 @@ TEST(StepTime, KeysOfHalfTheHeadsTravelBehindAttention) {
                                      "--data.sequence_length=4096", "--mesh=dp_shard=2,cp=4"},
                                     more));
     Profiler profiler(c);
-    return step_time(profiler, cluster, mesh_shape(c), "1f1b").tensor;
+    return step_time(profiler, cluster, mesh_shape(c), {"1f1b"}).tensor;
   };
   // On links of ever more bandwidth all that can hide does: a half.
   const Args grouped{"--model=qwen3_moe:debug"},
@@ -212,6 +202,7 @@ TEST(StepTime, KeysOfHalfTheHeadsTravelBehindAttention) {
   EXPECT_NEAR(ratio(grouped), 2, 0.01);
 }
 
+// Layers that are alike, nothing but compute: the bubble of the formula.
 TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Cluster cluster = parse_cluster("h100x8:1");
   cluster.node_bandwidth = cluster.network_bandwidth = 1e30, cluster.latency = 0;
@@ -221,15 +212,16 @@ TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Profiler profiler(c);
   for (const int p : {2, 4, 8}) {
     const MeshShape mesh{.pp = p, .dp_shard = 8 / p};
-    const StepTime t = step_time(profiler, cluster, mesh, "1f1b");
+    const StepTime t = step_time(profiler, cluster, mesh, {"1f1b"});
     const double m = static_cast<double>(t.num_micro_batches);
     const double whole = t.total - t.update;
     EXPECT_NEAR(t.bubble / whole, (p - 1) / (m + p - 1), 0.02) << p;
     // The simulated schedule of all micro-batches takes as long as that of the first ones and the
     // rest at the pace of the slowest rank.
-    EXPECT_NEAR(simulated(profiler, cluster, mesh, "1f1b", 1 << 20).time, whole, 1e-6 * whole) << p;
+    EXPECT_NEAR(simulated(profiler, cluster, mesh, {"1f1b"}, 1 << 20).time, whole, 1e-6 * whole)
+        << p;
     for (const char* name : {"interleaved_1f1b", "zero_bubble", "zbv", "dualpipev", "gpipe"}) {
-      const StepTime other = step_time(profiler, cluster, mesh, name);
+      const StepTime other = step_time(profiler, cluster, mesh, {name});
       if (std::string(name) == "gpipe") {
         EXPECT_NEAR(other.total, t.total, 1e-3 * t.total);
         EXPECT_GT(other.peak, t.peak);
@@ -244,8 +236,8 @@ TEST(StepTime, AStageHoldsItsOwnLayers) {
   const Cluster cluster = parse_cluster("h100x8:1");
   const Config c = load_args(with(kModel, {"--training.global_batch_size=64"}));
   Profiler profiler(c);
-  const StepTime one = step_time(profiler, cluster, {.dp_shard = 8, .ep = 8}, "1f1b"),
-                 four = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2}, "1f1b");
+  const StepTime one = step_time(profiler, cluster, {.dp_shard = 8, .ep = 8}, {"1f1b"}),
+                 four = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2}, {"1f1b"});
   EXPECT_EQ(one.layers, pipeline::StagePlan{8});
   EXPECT_EQ(four.layers.size(), 4u);
   EXPECT_EQ(one.num_tokens, four.num_tokens);
@@ -254,11 +246,11 @@ TEST(StepTime, AStageHoldsItsOwnLayers) {
       load_args(with(kModel, {"--training.global_batch_size=64", "--mesh=pp=4,dp_shard=2,ep=2",
                               "--parallelism.pipeline_parallel_layers_per_stage=1,1,1,5"}));
   Profiler of_plan(planned);
-  const StepTime given = step_time(of_plan, cluster, mesh_shape(planned), "1f1b");
+  const StepTime given = step_time(of_plan, cluster, mesh_shape(planned), {"1f1b"});
   EXPECT_GT(given.total, four.total);
   EXPECT_EQ(given.layers, (pipeline::StagePlan{1, 1, 1, 5}));
-  EXPECT_THROW(step_time(of_plan, cluster, {.pp = 8}, "1f1b"), Error);
-  EXPECT_THROW(step_time(profiler, cluster, {.pp = 16}, "1f1b"), Error);
+  EXPECT_THROW(step_time(of_plan, cluster, {.pp = 8}, {"1f1b"}), Error);
+  EXPECT_THROW(step_time(profiler, cluster, {.pp = 16}, {"1f1b"}), Error);
 }
 
 // The memory by which a mesh fits is near that of a dry run of its stages, with each schedule.
@@ -274,7 +266,7 @@ TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
            std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
       SCOPED_TRACE(std::string(schedule) + ", recompute " + mode);
       Profiler profiler(c);
-      const double peak = step_time(profiler, cluster, mesh_shape(c), schedule).peak,
+      const double peak = step_time(profiler, cluster, mesh_shape(c), {schedule}).peak,
                    of_dry_run = static_cast<double>(estimate(c).peak);
       // Where dualpipev holds the most its backwards are whole, and need more for themselves.
       const double least = schedule == std::string("dualpipev") ? 0.94 : 0.98;
@@ -293,14 +285,14 @@ TEST(StepTime, HoldsGatheredParametersOnce) {
          "--parallelism.fsdp_reshard_after_forward=false"});
     Profiler profiler(c);
     Cluster cluster = parse_cluster("h100x8:2");
-    const double peak = step_time(profiler, cluster, mesh_shape(c), "1f1b").peak,
+    const double peak = step_time(profiler, cluster, mesh_shape(c), {"1f1b"}).peak,
                  of_dry_run = static_cast<double>(estimate(c).peak);
     EXPECT_GT(peak, 0.95 * of_dry_run) << mode << " " << peak / of_dry_run;
     EXPECT_LT(peak, 1.1 * of_dry_run) << mode << " " << peak / of_dry_run;
     cluster.node_bandwidth = cluster.network_bandwidth = 1e9;  // nothing hides them
     Profiler resharding(changed(c, {{"parallelism.fsdp_reshard_after_forward", true, {"test"}}}));
-    EXPECT_LT(step_time(profiler, cluster, mesh_shape(c), "1f1b").storage,
-              0.8 * step_time(resharding, cluster, mesh_shape(c), "1f1b").storage);
+    EXPECT_LT(step_time(profiler, cluster, mesh_shape(c), {"1f1b"}).storage,
+              0.8 * step_time(resharding, cluster, mesh_shape(c), {"1f1b"}).storage);
   }
 }
 
@@ -312,7 +304,7 @@ TEST(StepTime, SendsOverTheNetworkWhereAStageIsOnAnotherNode) {
   const auto total = [&](const char* text, double bandwidth) {
     Cluster cluster = parse_cluster(text);
     cluster.network_bandwidth = bandwidth;
-    return step_time(profiler, cluster, mesh_shape(c), "1f1b").total;
+    return step_time(profiler, cluster, mesh_shape(c), {"1f1b"}).total;
   };
   EXPECT_EQ(total("h100x16:1", 1e6), total("h100x16:1", 1e9));
   const double slow = total("h100x8:2", 1e6), slower = total("h100x8:2", 0.5e6);
@@ -334,18 +326,18 @@ TEST(StepTime, ComputesTheHeadOnceAndInForward) {
   const auto compute = [&](const char* mode) {
     const Config c = with_mode(mode);
     Profiler profiler(c);
-    return step_time(profiler, cluster, mesh_shape(c), "1f1b").compute;
+    return step_time(profiler, cluster, mesh_shape(c), {"1f1b"}).compute;
   };
   EXPECT_NEAR(compute("full"), compute("none"), 0.01 * compute("none"));
   const Config c = with_mode("none");
   Profiler profiler(c);
-  const auto s = simulated(profiler, cluster, mesh_shape(c), "zero_bubble", 4);
+  const auto s = simulated(profiler, cluster, mesh_shape(c), {"zero_bubble"}, 4);
   double forward = 0, all = 0;
   for (const auto& [action, start, end] : s.ranks[1]) {
     all += end - start;
     if (action.kind == pipeline::ActionKind::forward) forward += end - start;
   }
-  EXPECT_GT(forward, 0.95 * all);
+  EXPECT_GT(forward, 0.85 * all);  // the rest is the gradient of the embedding
 }
 
 const Progress kSilent = [](int, int, const TimeSearch&) {};
@@ -396,19 +388,23 @@ TEST(SearchTime, FindsTheFastestOfAllChoices) {
                  "--device=cuda", "--data.sequence_length=256", "--training.global_batch_size=8"});
   std::vector<StepTime> by_hand;
   for (const char* mode : {"none", "selective", "full"})
-    for (const std::int64_t batch : {1, 2, 4, 8}) {
-      Profiler profiler(changed(c, {{"activation_checkpoint.mode", std::string(mode), {"test"}},
-                                    {"data.batch_size", batch, {"test"}}}));
-      const auto add = [&](MeshShape mesh, const char* schedule) {
-        mesh.efsdp = 0;
-        if (8 % (mesh.dp_replicate * mesh.dp_shard * batch) == 0)
-          by_hand.push_back(step_time(profiler, cluster, mesh, schedule));
-      };
-      for (const MeshShape& mesh : all_mesh_shapes(2))
-        if (mesh.cp == 1) add(mesh, "1f1b");  // sequences are too short for cp
-      for (const char* schedule : {"1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"})
-        add({.pp = 2}, schedule);
-    }
+    for (const std::int64_t batch : {1, 2, 4, 8})
+      for (const char* dispatcher : {"auto", "all_to_all", "all_gather"}) {
+        Profiler profiler(
+            changed(c, {{"activation_checkpoint.mode", std::string(mode), {"test"}},
+                        {"parallelism.moe_dispatcher", std::string(dispatcher), {"test"}},
+                        {"data.batch_size", batch, {"test"}}}));
+        const auto add = [&](MeshShape mesh, const char* schedule, bool overlaps) {
+          mesh.efsdp = 0;
+          if (8 % (mesh.dp_replicate * mesh.dp_shard * batch) == 0)
+            by_hand.push_back(step_time(profiler, cluster, mesh, {schedule, overlaps}));
+        };
+        for (const MeshShape& mesh : all_mesh_shapes(2))
+          if (mesh.cp == 1)  // sequences are too short for cp
+            for (const bool overlaps : {false, true}) add(mesh, "1f1b", overlaps);
+        for (const char* schedule : {"1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"})
+          add({.pp = 2}, schedule, false);
+      }
   ASSERT_GT(by_hand.size(), 80u);
   std::vector<double> peaks;
   for (const StepTime& t : by_hand) peaks.push_back(t.peak);
@@ -427,9 +423,13 @@ TEST(SearchTime, FindsTheFastestOfAllChoices) {
 
 TEST(SearchTime, KeepsWhatIsSetAndWhatFits) {
   const Cluster cluster = parse_cluster("h100x8:1");
-  const Args set{"--training.global_batch_size=256", "--mesh=pp=2,tp=2",
-                 "--activation_checkpoint.mode=selective", "--data.batch_size=2",
-                 "--parallelism.pipeline_parallel_schedule=zbv"};
+  const Args set{"--training.global_batch_size=256",
+                 "--mesh=pp=2,tp=2",
+                 "--activation_checkpoint.mode=selective",
+                 "--data.batch_size=2",
+                 "--parallelism.pipeline_parallel_schedule=zbv",
+                 "--parallelism.moe_dispatcher=all_to_all",
+                 "--parallelism.overlap_experts=false"};
   const Config c = load_args(with(kModel, set));
   const TimeSearch found = search_time(c, cluster, 1e15, 1000, kSilent);
   ASSERT_GT(found.best.size(), 1u);

@@ -1,5 +1,5 @@
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 
@@ -23,6 +23,11 @@ class Ready final : public Work {
   at::Tensor x_, value_;
 };
 
+// What arrives. On meta it has no values, and no kernel of the device writes it.
+at::Tensor result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return options.device().is_meta() ? at::empty(sizes, options) : at::zeros(sizes, options);
+}
+
 class FakeGroup final : public Group {
  public:
   FakeGroup(std::string name, int rank, std::vector<int> members)
@@ -30,7 +35,7 @@ class FakeGroup final : public Group {
 
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp) override {
-    return std::make_unique<Ready>(x, at::zeros_like(x));
+    return std::make_unique<Ready>(x, result(x.sizes(), x.options()));
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
     if (x.is_meta()) return with_rows(x, total(rows));
@@ -49,14 +54,14 @@ class FakeGroup final : public Group {
     return with_rows(x, total(from));
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int /*root*/) override {
-    return std::make_unique<Ready>(x, at::zeros_like(x));
+    return std::make_unique<Ready>(x, result(x.sizes(), x.options()));
   }
   std::unique_ptr<Work> do_send(const at::Tensor& x, const Message&) override {
     return std::make_unique<Ready>(x, x);
   }
   std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
                                 const Message&) override {
-    return std::make_unique<Ready>(at::Tensor(), at::zeros(sizes, options));
+    return std::make_unique<Ready>(at::Tensor(), result(sizes, options));
   }
   void do_barrier() override {}
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
@@ -65,7 +70,7 @@ class FakeGroup final : public Group {
   }
 
   static std::unique_ptr<Work> with_rows(const at::Tensor& like, std::int64_t rows) {
-    return std::make_unique<Ready>(like, at::zeros(sizes_with(like, rows), like.options()));
+    return std::make_unique<Ready>(like, result(sizes_with(like, rows), like.options()));
   }
 };
 

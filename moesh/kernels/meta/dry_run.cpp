@@ -22,6 +22,7 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/meta/work.h"
 
 namespace moesh::kernels::meta {
 
@@ -216,6 +217,7 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(sdpa_backward));
   modelled = device;
   reads = 0;
+  take_work();
   CountingAllocator::live = CountingAllocator::peak = 0;
   CountingAllocator::rounding =
       device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator

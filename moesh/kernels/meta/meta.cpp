@@ -7,6 +7,7 @@
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/meta/dry_run.h"
+#include "moesh/kernels/meta/work.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
@@ -67,11 +68,15 @@ Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device /*d
 }
 
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
-  return with_rows(x, index_R.numel());
+  const at::Tensor rows = with_rows(x, index_R.numel());
+  note_pass({rows, rows});
+  return rows;
 }
 
 at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
-  return with_rows(rows_RD, inverse_TK.size(0));
+  const at::Tensor sums = with_rows(rows_RD, inverse_TK.size(0));
+  note_pass({rows_RD, sums});
+  return sums;
 }
 
 ExpertsOutput experts_forward(const ExpertsConfig& /*config*/, const ExpertsWeights& weights,
@@ -120,61 +125,114 @@ const KernelTable& of_accelerator_for(const ExpertsConfig& config, const Experts
       gpu_kernels() != GpuKernels::library && own.refuses_experts(config, weights).empty();
   return takes ? own : aten_kernels();
 }
-ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  const ExpertsInput& input) {
-  return of_accelerator_for(config, weights).experts_forward(config, weights, input);
-}
-ExpertsGradients accelerator_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                      ExpertsSaved saved, const at::Tensor& dy) {
-  return of_accelerator_for(config, weights)
-      .experts_backward(config, weights, std::move(saved), dy);
-}
 const KernelTable& of_accelerator() {
   return gpu_kernels() == GpuKernels::library ? aten_kernels() : hopper_kernels();
 }
+// LibTorch's operations are noted where they are called.
+bool is_own(const KernelTable& table) { return &table == &hopper_kernels(); }
+ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsInput& input) {
+  const KernelTable& table = of_accelerator_for(config, weights);
+  ExpertsOutput out = table.experts_forward(config, weights, input);
+  if (!is_own(table)) return out;
+  const ExpertsWork work = work_of_experts(out.saved.gate_RF.size(0), weights.w1_eFD);
+  note_work(work.up), note_work(work.down);
+  if (input.token_R.defined()) note_work(work.move), note_work(work.move);
+  return out;
+}
+ExpertsGradients accelerator_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                      ExpertsSaved saved, const at::Tensor& dy) {
+  const KernelTable& table = of_accelerator_for(config, weights);
+  const ExpertsWork work = work_of_experts(saved.gate_RF.size(0), weights.w1_eFD);
+  const bool moves_rows = saved.input.token_R.defined();
+  ExpertsGradients d = table.experts_backward(config, weights, std::move(saved), dy);
+  if (!is_own(table)) return d;
+  const auto note_weights = [work, moves_rows] {
+    note_work(work.dw2), note_work(work.dw13);
+    if (moves_rows) note_work(work.move);
+  };
+  note_work(work.dh), note_work(work.dx);
+  if (moves_rows) note_work(work.move), note_work(work.move);
+  if (!d.weights_later) {
+    note_weights();
+    return d;
+  }
+  d.weights_later = [later = std::move(d.weights_later), note_weights] {
+    note_weights();
+    return later();
+  };
+  return d;
+}
+// The gate has three bfloat16 terms in forward; in backward d(logits) has two, for both products.
+void note_gate(const at::Tensor& x_TD, const at::Tensor& gate_ED, double num_terms) {
+  if (!is_own(of_accelerator())) return;
+  const auto num_tokens = static_cast<double>(x_TD.size(0));
+  note_work(
+      {WorkKind::dense, 2 * num_terms * num_tokens * static_cast<double>(gate_ED.numel()),
+       static_cast<double>(x_TD.nbytes()) + 4 * num_tokens * static_cast<double>(gate_ED.size(0))});
+}
 at::Tensor accelerator_gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
+  note_gate(x_TD, gate_ED, 3);
   return of_accelerator().gate_forward(x_TD, gate_ED);
 }
 GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
                                         const at::Tensor& d_logits_TE) {
+  note_gate(x_TD, gate_ED, 2), note_gate(x_TD, gate_ED, 2);
   return of_accelerator().gate_backward(x_TD, gate_ED, d_logits_TE);
 }
 
+// As DeltaNet::flops counts them.
+void note_delta_rule(const DeltaRuleInput& in, std::int64_t chunk, double times) {
+  if (!is_own(of_accelerator())) return;
+  const auto C = static_cast<double>(chunk), d = static_cast<double>(in.key_dim),
+             v = static_cast<double>(in.value_dim());
+  const double flops = 4 * C * d + C * (d + v) + 2 * C * v + 6 * d * v;
+  note_work({WorkKind::delta_rule, times * flops * static_cast<double>(in.beta_BLh.numel()), 0});
+}
 DeltaRuleOutput accelerator_rule_forward(const DeltaRuleInput& in, std::int64_t chunk) {
+  note_delta_rule(in, chunk, 1);
   return of_accelerator().delta_rule_forward(in, chunk);
 }
 DeltaRuleGradients accelerator_rule_backward(const DeltaRuleInput& in, const at::Tensor& dy_BLhv,
                                              std::int64_t chunk) {
+  note_delta_rule(in, chunk, 2);
   return of_accelerator().delta_rule_backward(in, dy_BLhv, chunk);
 }
 at::Tensor accelerator_convolution_forward(const at::Tensor& x, const at::Tensor& w,
                                            const at::Tensor& starts_BL) {
+  if (is_own(of_accelerator())) note_pass({x, x});
   return of_accelerator().convolution_forward(x, w, starts_BL);
 }
 ConvolutionGradients accelerator_convolution_backward(const at::Tensor& x, const at::Tensor& w,
                                                       const at::Tensor& starts_BL,
                                                       const at::Tensor& dy) {
+  if (is_own(of_accelerator())) note_pass({x, dy, x});
   return of_accelerator().convolution_backward(x, w, starts_BL, dy);
 }
 
 // The kernels of an accelerator: results, and no temporaries.
 NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/,
                         const std::optional<Rotation>& /*turn*/) {
+  note_pass({x, x});
   return {
       at::empty(x.sizes(), x.options()),
       at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide(x)))};
 }
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
-                            const at::Tensor& /*r*/, const at::Tensor& /*dy*/,
-                            const std::optional<Rotation>& /*turn*/, const at::Tensor& /*beside*/) {
+                            const at::Tensor& /*r*/, const at::Tensor& dy,
+                            const std::optional<Rotation>& /*turn*/, const at::Tensor& beside) {
+  note_pass({x, dy, beside, x});
   return {at::empty(x.sizes(), x.options()), like(weight_D)};
 }
 at::Tensor rotate(const Rotation& r, const at::Tensor& x_BLhd, Argument argument) {
   const bool is_in_place = argument == Argument::consumed && 2 * r.cos_Pf.size(1) < x_BLhd.size(3);
+  const at::Tensor turned = is_in_place ? x_BLhd.narrow(3, 0, 2 * r.cos_Pf.size(1)) : x_BLhd;
+  note_pass({turned, turned});
   return is_in_place ? x_BLhd : at::empty(x_BLhd.sizes(), x_BLhd.options());
 }
 
 LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/) {
+  note_pass({logits_NV});
   const auto fresh = [&] {
     return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(wide(logits_NV)));
   };
@@ -182,23 +240,27 @@ LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/)
 }
 at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/,
                            const at::Tensor& /*total_N*/, const at::Tensor& /*weight_N*/) {
+  note_pass({logits_NV, logits_NV});
   return logits_NV;
 }
 
-at::Tensor add_sinks_(const at::Tensor& /*y*/, const at::Tensor& lse,
-                      const at::Tensor& /*sinks_h*/) {
+at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& /*sinks_h*/) {
+  note_pass({y, y});
   return at::empty_like(lse);
 }
-at::Tensor sink_gradient(const at::Tensor& /*y*/, const at::Tensor& /*lse*/,
-                         const at::Tensor& sinks_h, const at::Tensor& /*dy*/) {
+at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& /*lse*/, const at::Tensor& sinks_h,
+                         const at::Tensor& dy) {
+  note_pass({y, dy});
   return at::empty_like(sinks_h);
 }
 
-at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& /*up*/) {
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
+  note_pass({gate, up, gate});
   return at::empty_like(gate);
 }
-SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& /*up*/,
-                                const at::Tensor& dh, bool wants_h) {
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh,
+                                bool wants_h) {
+  note_pass({gate, up, dh, gate, up, wants_h ? dh : at::Tensor()});
   return {at::empty_like(gate), at::empty_like(gate), wants_h ? dh : at::Tensor()};
 }
 
