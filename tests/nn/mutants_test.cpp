@@ -172,7 +172,8 @@ const mutants::Provide cuts("cuts", [](Settings& settings) -> Check {
       return "it is the same over a micro-batch and over its halves";
     };
   }
-  const auto c = step_case(mesh, {});
+  const auto micro = static_cast<std::int64_t>(settings.take("micro", 1));
+  const auto c = step_case(mesh, {{"training.gradient_accumulation_steps", micro, {"test"}}});
   return [=] { return first_of(verify::verify(c, verify::run_reference(c)), mesh); };
 });
 
