@@ -193,7 +193,9 @@ const mutants::Provide cuts("cuts", [](Settings& settings) -> Check {
       return "it is the same over a micro-batch and over its halves";
     };
   }
-  config::Settings more;
+  config::Settings more{{"training.gradient_accumulation_steps",
+                         static_cast<std::int64_t>(settings.take("micro", 1)),
+                         {"test"}}};
   if (settings.take("float32") != 0)
     more.push_back({"training.dtype", std::string("float32"), {"test"}});
   if (settings.take("olmoe") != 0) more.push_back({"model.name", std::string("olmoe"), {"test"}});

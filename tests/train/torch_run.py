@@ -279,7 +279,7 @@ class Model:
         forward, topk, method = router.forward, torch.topk, torch.Tensor.topk
 
         def other(x, k, dim=-1, **options):
-            if x.shape[-1] != router.num_experts:  # of groups
+            if x.dim() != 2 or x.shape[-1] != router.num_experts:  # of groups
                 return topk(x, k, dim=dim, **options)
             indices = topk(x + bias, k, dim=dim, **options)[1]
             if layer in self.forced:
