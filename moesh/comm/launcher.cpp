@@ -120,8 +120,8 @@ Launcher find_launcher(const Environment& environment) {
     l = of_torchrun(v);
   else if (v.has("SLURM_PROCID") && v.has("SLURM_STEP_NUM_TASKS"))  // not set in a batch script
     l = of_srun(v);
-  else if (v.has("WORLD_SIZE"))  // of which one process must not train by itself
-    l = of_torchrun(v);
+  else if (v.has("WORLD_SIZE") || (v.has("RANK") && v.plain("RANK") > 0))
+    l = of_torchrun(v);  // one process of several must not train by itself: it says what is missing
   // A single process has no other to meet: its ranks are threads.
   return l.num_processes == 1 ? Launcher{.place = l.place} : l;
 }

@@ -375,6 +375,9 @@ def one_process_of_several(tmp, moesh):
     said = run(moesh, *RUN, "--steps=1", "--metrics.folder=", code=2,
                env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"})
     assert "MASTER_ADDR is not set" in said, said
+    said = run(moesh, *RUN, "--steps=1", "--metrics.folder=", code=2,
+               env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "x"})
+    assert "WORLD_SIZE is not set" in said, said
 
 
 def storage(tmp, moesh):

@@ -114,6 +114,7 @@ TEST(Launchers, AreRecognisedByWhatTheySet) {
 TEST(Launchers, OneProcessIsLaunchedByNobody) {
   EXPECT_EQ(under({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}}).kind, Kind::none);
   EXPECT_EQ(under({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).kind, Kind::none);
+  EXPECT_EQ(under({{"RANK", "0"}}).kind, Kind::none);
   EXPECT_EQ(
       under({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "x"}, {"MASTER_PORT", "29500"}})
           .kind,
@@ -137,6 +138,8 @@ TEST(Launchers, WhatCannotBeIsNamed) {
   };
   expect_parts(without({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), {"MASTER_ADDR is not set"});
   expect_parts(without({{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "x"}}), {"RANK is not set"});
+  expect_parts(without({{"RANK", "1"}, {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "x"}}),
+               {"WORLD_SIZE is not set"});
 }
 
 TEST(Launchers, TheFirstNodeOfAListOfSlurms) {
