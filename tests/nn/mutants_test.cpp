@@ -172,7 +172,11 @@ const mutants::Provide cuts("cuts", [](Settings& settings) -> Check {
       return "it is the same over a micro-batch and over its halves";
     };
   }
-  const auto c = step_case(mesh, {});
+  config::Settings more;
+  if (settings.take("float32") != 0)
+    more.push_back({"training.dtype", std::string("float32"), {"test"}});
+  if (settings.take("olmoe") != 0) more.push_back({"model.name", std::string("olmoe"), {"test"}});
+  const auto c = step_case(mesh, more);
   return [=] { return first_of(verify::verify(c, verify::run_reference(c)), mesh); };
 });
 
