@@ -30,11 +30,10 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Where a launch fails, no rank was ever there to print.
+// Where a rank throws, the first may never have begun.
 bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
 
 int exit_code_of(const VerifyReport& r) {
-  if (r.launch_error) return static_cast<int>(exit_code(*r.launch_error));
   return static_cast<int>(r.holds() ? ExitCode::done : ExitCode::does_not_hold);
 }
 
@@ -48,7 +47,8 @@ int run_golden(const Args& args, const std::string& file) {
   const Golden golden = read_golden(file, read_arguments(args));
   const Config& config = golden.config;
   const auto start = Clock::now();
-  const VerifyReport r = verify_golden(golden);
+  VerifyReport r;
+  naming_sizes(config, [&] { r = verify_golden(golden); });
   if (!prints(r)) return exit_code_of(r);  // another process does
   std::printf("%s\n", r.describe(mesh_shape(config)).c_str());
   std::printf(

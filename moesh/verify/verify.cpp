@@ -10,6 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/interrupt.h"
 #include "moesh/base/random.h"
+#include "moesh/base/terminal.h"
 #include "moesh/comm/rank_status.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
@@ -267,7 +268,7 @@ std::string VerifyReport::describe(const MeshShape& mesh) const {
   if (holds()) return mesh.describe() + ": holds";
   std::ostringstream os;
   os << mesh.describe() << ": ";
-  if (!error.empty()) os << "threw: " << error;
+  if (!error.empty()) os << "threw: " << printable(error);
   size_t shown = 0;
   for (const auto& m : mismatches) {
     if (++shown > 6) {
@@ -412,11 +413,14 @@ void launch_for(VerifyReport& report, const Config& config,
           f(world);
         },
         launch_options(config));
-  } catch (const std::exception& e) {
-    report.error = comm::text_of(std::current_exception());
+  } catch (const std::exception&) {
+    const auto fault = std::current_exception();
     const int num_here = num_ranks / std::max(1, comm::num_launched_processes());
-    const auto* ours = dynamic_cast<const Error*>(&e);
-    if (num_begun < num_here) report.launch_error = ours ? ours->kind() : ErrorKind::internal;
+    const ErrorKind kind = comm::kind_of(fault);  // config, too, for lack of memory
+    if (num_begun < num_here || kind == ErrorKind::config || kind == ErrorKind::data ||
+        kind == ErrorKind::storage)
+      throw;
+    report.error = comm::text_of(fault);
   }
 }
 

@@ -61,8 +61,7 @@ struct VerifyReference : NamedTensors {
 struct VerifyReport {
   std::vector<Mismatch> mismatches;
   std::string error;
-  std::optional<ErrorKind> launch_error;  // of an error before any rank began: no verdict
-  bool is_first = false;                  // this process holds rank 0: it prints for all
+  bool is_first = false;  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
   double worst_ratio = 0;         // the largest |delta| / allowed
@@ -77,8 +76,9 @@ struct VerifyReport {
   std::string describe(const MeshShape& mesh) const;
 };
 
-/// Launches the ranks of a mesh. What they throw is the report's error; an error before any of them
-/// began is not a verdict on the mesh, and has its kind in launch_error.
+/// Launches the ranks of a mesh. What they throw is the report's error. It is thrown again where it
+/// is no verdict on the mesh: it came before any of them began, memory was not enough, or it is of
+/// what was asked for (config, data, storage).
 void launch_for(VerifyReport& report, const Config& config,
                 const std::function<void(comm::Group& world)>& f);
 
