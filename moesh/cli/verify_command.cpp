@@ -43,8 +43,15 @@ void print_flips(std::int64_t count, double largest_margin) {
       static_cast<long long>(count), largest_margin);
 }
 
-int run_golden(const Args& args, const std::string& file) {
-  const Golden golden = read_golden(file, read_arguments(args));
+int run_golden(const Arguments& given, const std::string& file) {
+  for (const char* name :
+       {"--steps", "--sweep", "--sample", "--sample-seed", "--shard", "--json", "--dump"})
+    MOESH_CHECK(
+        !given.has(name), ErrorKind::config, name, " ", given.text(name).value_or(""),
+        " and --golden ", file,
+        ": with a golden file verify compares its one step on one mesh, and only prints the "
+        "result; leave one of them out");
+  const Golden golden = read_golden(file, read_arguments(given.rest()));
   const Config& config = golden.config;
   const auto start = Clock::now();
   VerifyReport r;
@@ -165,7 +172,7 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
 }  // namespace
 
 int run_verify(const Arguments& given) {
-  if (const auto golden = given.text("--golden")) return run_golden(given.rest(), *golden);
+  if (const auto golden = given.text("--golden")) return run_golden(given, *golden);
   const Request request{.steps = given.number("--steps", 2),
                         .sweep = sweep_of(given),
                         .json = given.text("--json"),

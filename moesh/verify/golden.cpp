@@ -118,6 +118,11 @@ Config golden_config(config::Settings settings, const config::RequestedModel& mo
     for (const config::Setting& s : settings)
       if (s.name == fixed.name && converted(s, fixed.value) != fixed.value)
         refuse(s, detail::concat(file.string(), " has ", formats::to_toml(fixed.value)));
+  for (const config::Setting& s : settings)
+    if (s.name == "training.global_batch_size")
+      if (const auto global = std::get<std::int64_t>(converted(s, std::int64_t{0}));
+          global != 0 && global != num_sequences)  // 0: not set
+        refuse(s, detail::concat(file.string(), " has ", num_sequences, " sequences"));
   settings.insert(settings.end(), of_file.begin(), of_file.end());
   return merged(settings, model);
 }

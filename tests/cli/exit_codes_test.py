@@ -55,6 +55,9 @@ def does_not_hold_and_usage(tmp, moesh):
     assert "\x1b" not in said and "\\x1b[31mred" in said, repr(said)
     assert "stepz" in train(moesh, tmp, "--training.stepz=1", code=2)
     assert "nowhere" in train(moesh, tmp, "--data.path=/nowhere", code=2)
+    for option in "--steps=3", "--sweep=2", f"--json={tmp}/x", f"--dump={tmp}/x":
+        said = run(moesh, "verify", "--golden", "g", *option.split("="), code=2)
+        assert f"{option.replace('=', ' ')} and --golden g: " in said, said
 
 
 def stopped(tmp, moesh):
