@@ -112,6 +112,7 @@ struct Totals {
   size_t num_meshes = 0, num_failed = 0;
   double worst = 0, margin = 0;
   std::int64_t num_flipped = 0;
+  LeftOut left_out;      // the most of each
   int exit_code = 0;     // of the first mesh that does not hold
   bool is_first = true;  // this process holds rank 0
   formats::JsonList meshes;
@@ -128,6 +129,10 @@ struct Totals {
     worst = std::max(worst, r.worst_ratio), row.worst = std::max(row.worst, r.worst_ratio);
     margin = std::max(margin, r.largest_margin), num_flipped += r.num_flipped;
     row.seconds += v.seconds;
+    const auto most = [&](std::int64_t LeftOut::* count) {
+      left_out.*count = std::max(left_out.*count, r.left_out.*count);
+    };
+    most(&LeftOut::steps), most(&LeftOut::tensors), most(&LeftOut::against_float64);
     is_first = prints(r);
     meshes.push_back(to_json(v));
   }
@@ -197,6 +202,9 @@ int run_verify(const Arguments& given) {
       model_title(config).c_str(), config.training.dtype.c_str(), request.steps,
       t.num_meshes - t.num_failed, t.num_meshes, t.worst, seconds);
   if (VerifyCase{config}.replays()) print_flips(t.num_flipped, t.margin);
+  if (t.left_out.any())
+    std::printf("not compared%s: %s\n", configs.size() > 1 ? ", of the mesh with most of them" : "",
+                t.left_out.describe().c_str());
   const auto alike =
       std::ranges::find_if(configs, [](const Config& x) { return !why_cut_alike(x).empty(); });
   if (alike != configs.end())

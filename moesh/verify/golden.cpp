@@ -316,9 +316,7 @@ VerifyReport verify_golden(const Golden& golden) {
                [&](const RankTensor& t) { findings.compare(t, world.rank()); });
     findings.exchange(world, device(config));
   });
-  if (report.error.empty()) report.mismatches = findings.mismatches(shape);
-  const auto [ratio, tensor] = findings.worst();
-  report.worst_ratio = ratio, report.worst_tensor = tensor;
+  report.add(findings, shape);
   if (rounding) report.add_flips(*rounding->routing);
   return report;
 }

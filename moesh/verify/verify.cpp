@@ -216,7 +216,7 @@ std::unique_ptr<data::Dataset> open_data(const VerifyCase& c) {
 
 void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
                Routing* replay, const std::function<void(const RankTensor&)>& report,
-               const Nearby* nearby) {
+               const Nearby* nearby, std::int64_t first_replayed) {
   const Config& config = c.config;
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
@@ -233,7 +233,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     probe.begin_step();
     const auto given = read_routing(config, *model, step + 1);
     probe.record = record ? (*record)[static_cast<size_t>(step)].get() : nullptr;
-    if (replay)
+    if (replay && step >= first_replayed)
       probe.replay_from((*replay)[static_cast<size_t>(step)].get());
     else
       probe.replay = given ? &*given : nullptr;
@@ -278,6 +278,14 @@ std::string VerifyReport::describe(const MeshShape& mesh) const {
     os << "\n  " << m.describe(mesh);
   }
   return os.str();
+}
+
+void VerifyReport::add(const Findings& findings, const MeshShape& shape) {
+  if (error.empty()) std::ranges::move(findings.mismatches(shape), std::back_inserter(mismatches));
+  const auto [ratio, tensor] = findings.worst();
+  worst_ratio = ratio, worst_tensor = tensor;
+  for (const Mismatch& m : mismatches)
+    if (m.ratio() > worst_ratio) worst_ratio = m.ratio(), worst_tensor = m.tensor;
 }
 
 void VerifyReport::add_flips(const RoutingRecord& routing) {
@@ -340,10 +348,14 @@ VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby) {
   const auto runs = one.run(dtype, c.steps, num_nearby);
   VerifyReference result{runs.front(), num_nearby};
   set_movement_noise(result, one_rank(c.config), c.steps);
-  if (dtype != wide)
-    result.unexplained = unexplained(
+  result.left_out = left_out(result, c.steps);
+  if (dtype != wide) {
+    auto found = against_float64(
         runs, scalar_type(c.config),
         one.run(wide, 1, num_nearby, roundings_in_float64(scalar_type(c.config))).front());
+    result.unexplained = std::move(found.unexplained);
+    result.left_out.against_float64 = found.num_that_may_be_anything;
+  }
   result.routing = std::move(one.routing);
   return result;
 }
@@ -355,29 +367,33 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   if (values)
     for (const auto& [name, value] : reference.tensors)
       values->tensors.emplace_back(name, at::zeros_like(value));
-  std::mutex put_together;
+  std::mutex of_all_ranks;
   VerifyReport report;
+  report.left_out = reference.left_out;
   const MeshShape shape = mesh_shape(c.config);
   const auto data = open_data(c);
   Findings findings(shape.num_ranks(), reference);
   auto& routing = const_cast<VerifyReference&>(reference).routing;
   for (const auto& step : routing) step->forget_flips();
+  // Of a step that is lost, scores are noise in any dtype.
+  const std::int64_t first_replayed = c.replays() ? 0 : first_lost(reference).value_or(c.steps);
   launch_for(report, c.config, [&](comm::Group& world) {
-    run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr, [&](const RankTensor& t) {
-      interruption_point();
-      findings.compare(t, world.rank());
-      if (!values) return;
-      const std::lock_guard lock(put_together);
-      t.place((*values)[t.name]).copy_(t.value.detach());
-    });
+    run_steps(
+        c, *data, world, nullptr, &routing,
+        [&](const RankTensor& t) {
+          interruption_point();
+          findings.compare(t, world.rank());
+          if (!values) return;
+          const std::lock_guard lock(of_all_ranks);
+          t.place((*values)[t.name]).copy_(t.value.detach());
+        },
+        nullptr, first_replayed);
     findings.exchange(world, device(c.config));
   });
   if (report.error.empty()) {
     report.mismatches = reference.unexplained;
-    std::ranges::move(findings.mismatches(shape), std::back_inserter(report.mismatches));
   }
-  const auto [ratio, tensor] = findings.worst();
-  report.worst_ratio = ratio, report.worst_tensor = tensor;
+  report.add(findings, shape);
   if (c.replays())
     for (const auto& step : routing) report.add_flips(*step);
   return report;

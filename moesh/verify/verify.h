@@ -55,7 +55,8 @@ struct VerifyReference : NamedTensors {
   std::uint64_t num_nearby = kNumNearby;  // runs that told its noise
   Routing routing = {};
   std::vector<Mismatch> unexplained = {};  // of noise.h: no mesh holds then
-  std::string graph_mismatch = {};         // of graph_parity.h
+  LeftOut left_out = {};
+  std::string graph_mismatch = {};  // of graph_parity.h
 };
 
 struct VerifyReport {
@@ -66,10 +67,13 @@ struct VerifyReport {
   double largest_margin = 0;
   double worst_ratio = 0;         // the largest |delta| / allowed
   std::string worst_tensor = {};  // which has it
+  LeftOut left_out = {};
   bool holds() const { return mismatches.empty() && error.empty(); }
   /// Whether it does not hold, by so little that noise which is measured more closely may explain
   /// it.
   bool is_in_doubt() const;
+  /// Takes what was found to differ, and the worst of it.
+  void add(const Findings& findings, const MeshShape& shape);
   void add_flips(const RoutingRecord& routing);
   /// The information to act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
@@ -86,10 +90,11 @@ void launch_for(VerifyReport& report, const Config& config,
 std::unique_ptr<data::Dataset> open_data(const VerifyCase& c);
 
 /// What each rank does, on the mesh of the configuration: `report` gets what it has of each tensor.
-/// One rank may record its routing, and do a run nearby instead.
+/// One rank may record its routing, and do a run nearby instead. Steps from `first_replayed` on
+/// replay one.
 void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
                Routing* replay, const std::function<void(const RankTensor&)>& report,
-               const Nearby* nearby = nullptr);
+               const Nearby* nearby = nullptr, std::int64_t first_replayed = 0);
 
 /// The case on one_rank(c.config), with what rounding does to it.
 VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby = kNumNearby);
