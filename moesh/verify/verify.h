@@ -52,11 +52,12 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
 using Routing = std::vector<std::unique_ptr<RoutingRecord>>;
 
 struct VerifyReference : NamedTensors {
-  std::uint64_t num_nearby = kNumNearby;  // runs that told its noise
   Routing routing = {};
   std::vector<Mismatch> unexplained = {};  // of noise.h: no mesh holds then
   LeftOut left_out = {};
   std::string graph_mismatch = {};  // of graph_parity.h
+  /// With noise that kNumNearbyInDoubt runs told, made for the first mesh that is in doubt.
+  std::unique_ptr<VerifyReference> closer = {};
 };
 
 struct VerifyReport {
@@ -65,12 +66,12 @@ struct VerifyReport {
   bool is_first = false;  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
-  double worst_ratio = 0;         // the largest |delta| / allowed
+  double worst_ratio = 0;         // the largest |delta| / allowed, of all processes
   std::string worst_tensor = {};  // which has it
   LeftOut left_out = {};
   bool holds() const { return mismatches.empty() && error.empty(); }
   /// Whether it does not hold, by so little that noise which is measured more closely may explain
-  /// it.
+  /// it: the same on all processes.
   bool is_in_doubt() const;
   /// Takes what was found to differ, and the worst of it.
   void add(const Findings& findings, const MeshShape& shape);
@@ -96,6 +97,9 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
                Routing* replay, const std::function<void(const RankTensor&)>& report,
                const Nearby* nearby = nullptr, std::int64_t first_replayed = 0);
 
+/// The largest of the numbers that the ranks have, on all of them.
+double largest_of_ranks(comm::Group& world, double mine, at::Device device);
+
 /// The case on one_rank(c.config), with what rounding does to it.
 VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby = kNumNearby);
 
@@ -104,8 +108,8 @@ VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby = kN
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference,
                     NamedTensors* values = nullptr);
 
-/// verify(); where the report is in doubt, the noise of the reference is measured more closely, and
-/// it is the mesh's turn again.
+/// verify(); where the report is in doubt, it is the mesh's turn again with reference.closer. The
+/// first look at other meshes stays what it was.
 VerifyReport verify_closely(const VerifyCase& c, VerifyReference& reference,
                             NamedTensors* values = nullptr);
 

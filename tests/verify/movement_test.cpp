@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "moesh/comm/launch.h"
 #include "moesh/verify/verify.h"
 #include "tests/train/device.h"
 
@@ -150,11 +151,32 @@ TEST(Noise, IsMeasuredAgainInDoubt) {
     EXPECT_FALSE(first.holds());
     EXPECT_EQ(first.is_in_doubt(), factor < 2);
     EXPECT_EQ(verify_closely(mesh, small).holds(), factor < 2);
-    EXPECT_EQ(small.num_nearby, factor < 2 ? kNumNearbyInDoubt : kNumNearby);
+    EXPECT_EQ(small.closer != nullptr, factor < 2);
+    EXPECT_FALSE(verify(mesh, small).holds()) << "the first look at another mesh has changed";
+    const auto* closer = small.closer.get();
+    EXPECT_EQ(verify_closely(mesh, small).holds(), factor < 2);
+    EXPECT_EQ(small.closer.get(), closer) << "it is measured once";
     EXPECT_EQ(small.graph_mismatch, "kept");
   };
   with_noise_of(1.5);
   with_noise_of(2.5);
+}
+
+// A process does what all others do: it goes by the worst of what any of them has.
+TEST(Noise, OfOneRankIsInDoubtOnAllProcesses) {
+  VerifyCase mesh = two_steps("qwen3_moe", "float32");
+  mesh.config = changed(mesh.config, config::mesh_settings({.tp = 2}, "test"));
+  VerifyReference reference = run_reference(mesh);
+  for (const double error : {0.5, 1.5, 2.5}) {
+    reference.unexplained = {{.tensor = "logits", .error = error, .allowed = 1}};
+    const VerifyReport report = verify(mesh, reference);
+    EXPECT_EQ(report.is_in_doubt(), error == 1.5);
+    EXPECT_GE(report.worst_ratio, error);
+  }
+  comm::launch(3, [](comm::Group& world) {
+    EXPECT_EQ(largest_of_ranks(world, world.rank() == 1 ? INFINITY : 1, at::kCPU), INFINITY);
+    EXPECT_EQ(largest_of_ranks(world, world.rank(), at::kCPU), 2);
+  });
 }
 
 // A step whose loss may be off by all that it is must only be finite, and so must what follows.
