@@ -126,8 +126,6 @@ nb::dict verify(const Values& values, int steps, const std::optional<std::string
       cli::check_fits(config);
       verify::verify_all(verify::meshes_of(config, meshes), steps, false,
                          [&](const verify::Verified& v) {
-                           if (v.report.launch_error)
-                             throw Error(*v.report.launch_error, v.report.error);
                            const nb::gil_scoped_acquire gil;
                            nb::object result = to_python(verify::to_json(v));
                            result["text"] = v.report.describe(mesh_shape(v.config));

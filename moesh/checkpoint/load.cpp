@@ -445,7 +445,9 @@ TensorFolder TensorFolder::adapter(const std::filesystem::path& folder) {
 }
 
 TensorFolder TensorFolder::of_file(const std::filesystem::path& file) {
-  return TensorFolder(file.parent_path(), {file.filename().string()}, nullptr);
+  TensorFolder result(file.parent_path(), {file.filename().string()}, nullptr);
+  result.path_ = file;  // for messages
+  return result;
 }
 
 TensorFolder TensorFolder::of_checkpoint(const std::filesystem::path& folder,

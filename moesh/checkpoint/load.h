@@ -72,6 +72,7 @@ class TensorFolder {
 
   const std::map<std::string, FolderTensor>& tensors() const { return tensors_; }
   bool has_quantized() const { return !quantized_.empty(); }
+  /// The folder, or the one file.
   const std::filesystem::path& path() const { return path_; }
   /// Bytes of blocks in memory: while a rank loads, at most four for each of its four readers.
   std::size_t kept_bytes() const;

@@ -1,12 +1,12 @@
 #include "moesh/cli/memory_errors.h"
 
+#include <c10/util/Exception.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <new>
-#include <stdexcept>
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
@@ -97,16 +97,6 @@ double state_of_process(const config::Config& config) {
 
 }  // namespace
 
-bool is_about_memory(const c10::Error& e) {
-  if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) return true;
-  const std::string text = e.what_without_backtrace();
-  // The last one remains of the first if there is no memory for its text.
-  for (const char* known : {"DefaultCPUAllocator: ", "Storage size calculation overflowed",
-                            "numel: integer multiplication overflow", "[enforce fail a"})
-    if (text.find(known) != std::string::npos) return true;
-  return false;
-}
-
 void check_fits(const config::Config& config) {
   if (config.training.device != "cpu") return;
   const double bytes = state_of_process(config);
@@ -120,14 +110,13 @@ void check_fits(const config::Config& config) {
 void naming_sizes(const config::Config& config, const std::function<void()>& f) {
   try {
     f();
-  } catch (const c10::Error& e) {
-    const std::string said = comm::text_of(std::current_exception());
-    if (is_about_memory(e)) throw_out_of_memory(bytes_asked(said, config), config);
-    throw Error(ErrorKind::internal, "LibTorch: " + said);
-  } catch (const std::bad_alloc&) {
-    throw_out_of_memory(bytes_asked("", config), config);
-  } catch (const std::length_error&) {
-    throw_out_of_memory(bytes_asked("", config), config);
+  } catch (const std::exception& e) {
+    const auto fault = std::current_exception();
+    if (comm::is_about_memory(fault))
+      throw_out_of_memory(bytes_asked(comm::text_of(fault), config), config);
+    if (dynamic_cast<const c10::Error*>(&e))
+      throw Error(ErrorKind::internal, "LibTorch: " + comm::text_of(fault));
+    throw;
   }
 }
 

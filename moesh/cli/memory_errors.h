@@ -1,17 +1,11 @@
 #pragma once
 // The message for a size that does not fit into memory.
 
-#include <c10/util/Exception.h>
-
 #include <functional>
 
 #include "moesh/config/config.h"
 
 namespace moesh::cli {
-
-/// Whether LibTorch threw this because it could not get memory, or because a size is more than any
-/// memory has.
-bool is_about_memory(const c10::Error& e);
 
 /// Throws Error (config) where the weights, gradients and optimizer of the ranks in this process do
 /// not fit into the memory of the machine. To be asked before anything is computed: a machine that

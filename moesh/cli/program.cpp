@@ -20,7 +20,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
-#include "moesh/cli/memory_errors.h"
 #include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/rank_status.h"
 
@@ -51,9 +50,10 @@ int say_why() {
     return say(e.kind(), e.what());
   } catch (const std::bad_alloc&) {
     return say(ErrorKind::config, kNoMemory);
-  } catch (const c10::Error& e) {
-    if (is_about_memory(e)) return say(ErrorKind::config, kNoMemory);
-    return say(ErrorKind::internal, "LibTorch: " + comm::text_of(std::current_exception()));
+  } catch (const c10::Error&) {
+    const auto fault = std::current_exception();
+    if (comm::is_about_memory(fault)) return say(ErrorKind::config, kNoMemory);
+    return say(ErrorKind::internal, "LibTorch: " + comm::text_of(fault));
   } catch (const std::system_error& e) {  // a thread that could not be made
     return say(ErrorKind::config,
                detail::concat("the system refused: ", e.what(),

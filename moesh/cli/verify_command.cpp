@@ -30,11 +30,10 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Where a launch fails, no rank was ever there to print.
+// Where a rank throws, the first may never have begun.
 bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
 
 int exit_code_of(const VerifyReport& r) {
-  if (r.launch_error) return static_cast<int>(exit_code(*r.launch_error));
   return static_cast<int>(r.holds() ? ExitCode::done : ExitCode::does_not_hold);
 }
 
@@ -44,11 +43,19 @@ void print_flips(std::int64_t count, double largest_margin) {
       static_cast<long long>(count), largest_margin);
 }
 
-int run_golden(const Args& args, const std::string& file) {
-  const Golden golden = read_golden(file, read_arguments(args));
+int run_golden(const Arguments& given, const std::string& file) {
+  for (const char* name :
+       {"--steps", "--sweep", "--sample", "--sample-seed", "--shard", "--json", "--dump"})
+    MOESH_CHECK(
+        !given.has(name), ErrorKind::config, name, " ", given.text(name).value_or(""),
+        " and --golden ", file,
+        ": with a golden file verify compares its one step on one mesh, and only prints the "
+        "result; leave one of them out");
+  const Golden golden = read_golden(file, read_arguments(given.rest()));
   const Config& config = golden.config;
   const auto start = Clock::now();
-  const VerifyReport r = verify_golden(golden);
+  VerifyReport r;
+  naming_sizes(config, [&] { r = verify_golden(golden); });
   if (!prints(r)) return exit_code_of(r);  // another process does
   std::printf("%s\n", r.describe(mesh_shape(config)).c_str());
   std::printf(
@@ -105,6 +112,7 @@ struct Totals {
   size_t num_meshes = 0, num_failed = 0;
   double worst = 0, margin = 0;
   std::int64_t num_flipped = 0;
+  LeftOut left_out;      // the most of each
   int exit_code = 0;     // of the first mesh that does not hold
   bool is_first = true;  // this process holds rank 0
   formats::JsonList meshes;
@@ -121,6 +129,10 @@ struct Totals {
     worst = std::max(worst, r.worst_ratio), row.worst = std::max(row.worst, r.worst_ratio);
     margin = std::max(margin, r.largest_margin), num_flipped += r.num_flipped;
     row.seconds += v.seconds;
+    const auto most = [&](std::int64_t LeftOut::* count) {
+      left_out.*count = std::max(left_out.*count, r.left_out.*count);
+    };
+    most(&LeftOut::steps), most(&LeftOut::tensors), most(&LeftOut::against_float64);
     is_first = prints(r);
     meshes.push_back(to_json(v));
   }
@@ -168,7 +180,7 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
 }  // namespace
 
 int run_verify(const Arguments& given) {
-  if (const auto golden = given.text("--golden")) return run_golden(given.rest(), *golden);
+  if (const auto golden = given.text("--golden")) return run_golden(given, *golden);
   const Request request{.steps = given.number("--steps", 2),
                         .sweep = sweep_of(given),
                         .json = given.text("--json"),
@@ -193,6 +205,9 @@ int run_verify(const Arguments& given) {
       model_title(config).c_str(), config.training.dtype.c_str(), request.steps,
       t.num_meshes - t.num_failed, t.num_meshes, t.worst, seconds);
   if (VerifyCase{config}.replays()) print_flips(t.num_flipped, t.margin);
+  if (t.left_out.any())
+    std::printf("not compared%s: %s\n", configs.size() > 1 ? ", of the mesh with most of them" : "",
+                t.left_out.describe().c_str());
   const auto alike =
       std::ranges::find_if(configs, [](const Config& x) { return !why_cut_alike(x).empty(); });
   if (alike != configs.end())

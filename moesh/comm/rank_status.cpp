@@ -2,6 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <new>
+#include <stdexcept>
+
 namespace moesh::comm {
 
 void RankStatus::returned(int rank) {
@@ -73,7 +76,28 @@ ErrorKind kind_of(const std::exception_ptr& fault) {
   } catch (const Error& e) {
     return e.kind();
   } catch (...) {
-    return ErrorKind::internal;
+    return is_about_memory(fault) ? ErrorKind::config : ErrorKind::internal;
+  }
+}
+
+bool is_about_memory(const std::exception_ptr& fault) {
+  try {
+    std::rethrow_exception(fault);
+  } catch (const c10::OutOfMemoryError&) {
+    return true;
+  } catch (const c10::Error& e) {
+    const std::string text = e.what_without_backtrace();
+    // The last one remains of the first if there is no memory for its text.
+    for (const char* known : {"DefaultCPUAllocator: ", "Storage size calculation overflowed",
+                              "numel: integer multiplication overflow", "[enforce fail a"})
+      if (text.find(known) != std::string::npos) return true;
+    return false;
+  } catch (const std::bad_alloc&) {
+    return true;
+  } catch (const std::length_error&) {
+    return true;
+  } catch (...) {
+    return false;
   }
 }
 

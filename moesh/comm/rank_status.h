@@ -48,7 +48,10 @@ class RankStatus {
   ErrorKind kind_ = ErrorKind::comm;  // of the first failure
 };
 
-/// The kind of an Error; internal for anything else that is thrown.
+/// Whether it was thrown for lack of memory: none was there, or a size is more than any memory has.
+bool is_about_memory(const std::exception_ptr& fault);
+
+/// The kind of an Error; config for lack of memory, and internal for anything else that is thrown.
 ErrorKind kind_of(const std::exception_ptr& fault);
 
 /// The text of an exception.

@@ -118,6 +118,11 @@ Config golden_config(config::Settings settings, const config::RequestedModel& mo
     for (const config::Setting& s : settings)
       if (s.name == fixed.name && converted(s, fixed.value) != fixed.value)
         refuse(s, detail::concat(file.string(), " has ", formats::to_toml(fixed.value)));
+  for (const config::Setting& s : settings)
+    if (s.name == "training.global_batch_size")
+      if (const auto global = std::get<std::int64_t>(converted(s, std::int64_t{0}));
+          global != 0 && global != num_sequences)  // 0: not set
+        refuse(s, detail::concat(file.string(), " has ", num_sequences, " sequences"));
   settings.insert(settings.end(), of_file.begin(), of_file.end());
   return merged(settings, model);
 }
@@ -312,9 +317,7 @@ VerifyReport verify_golden(const Golden& golden) {
                [&](const RankTensor& t) { findings.compare(t, world.rank()); });
     findings.exchange(world, device(config));
   });
-  if (report.error.empty()) report.mismatches = findings.mismatches(shape);
-  const auto [ratio, tensor] = findings.worst();
-  report.worst_ratio = ratio, report.worst_tensor = tensor;
+  report.add(findings, shape);
   if (rounding) report.add_flips(*rounding->routing);
   return report;
 }

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "moesh/base/random.h"
+#include "moesh/base/text.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/nn/qk_clip.h"
 #include "moesh/optim/muon.h"
@@ -63,12 +64,19 @@ at::Tensor is_empty_row(const at::Tensor& t) {
   return t.eq(0).flatten(1).all(1).reshape(rows);
 }
 
+bool is_of_step_from(const std::string& name, std::optional<std::int64_t> first) {
+  return first && step_of(name) >= *first;
+}
+
 // How much of each gradient is noise, from the least on.
 std::vector<double> noise_of_gradients(const NamedTensors& run) {
+  const auto lost = first_lost(run);
   std::vector<double> all;
-  for (const auto& [name, noise] : run.noise)
-    if (const double size = size_of(run[name]); is_gradient(name) && size > 0)
-      all.push_back(size_of(noise) / size);
+  for (const auto& [name, noise] : run.noise) {
+    if (!is_gradient(name) || is_of_step_from(name, lost)) continue;
+    const double relative = size_of(noise) / size_of(run[name]);  // of no gradient at all: NaN
+    if (std::isfinite(relative)) all.push_back(relative);
+  }
   std::ranges::sort(all);
   return all;
 }
@@ -108,19 +116,11 @@ std::string name_of(std::int64_t step, const std::string& what) {
   return "step " + std::to_string(step) + " " + what;
 }
 
-// Whether a step is noise: its loss may be off by all that it is. Steps that came before have made
-// errors grow until no linear bound holds, and there is nothing left to compare.
-bool is_lost(const NamedTensors& run, std::int64_t step) {
-  const std::string loss = name_of(step, "loss");
-  const auto noise = run.noise.find(loss);
-  return noise != run.noise.end() && kNoiseAllowed * size_of(noise->second) > size_of(run[loss]);
-}
-
-// The first such step; none: the number of steps that the run has.
-std::int64_t first_lost(const NamedTensors& run) {
-  std::int64_t step = 0;
-  while (run.noise.contains(name_of(step, "loss")) && !is_lost(run, step)) ++step;
-  return step;
+// By how much runs nearby differ, or infinitely far where one of them is not finite.
+double noise_in(const NamedTensors& run, const std::string& name) {
+  const auto found = run.noise.find(name);
+  const double size = found == run.noise.end() ? 0 : size_of(found->second);
+  return std::isfinite(size) ? size : INFINITY;
 }
 
 }  // namespace
@@ -128,6 +128,38 @@ std::int64_t first_lost(const NamedTensors& run) {
 at::ScalarType noise_type(const config::Config& config) {
   const at::ScalarType own = config::scalar_type(config);
   return config::float8(config).any() && own != at::kDouble ? at::kBFloat16 : own;
+}
+
+std::optional<std::int64_t> first_lost(const NamedTensors& run) {
+  for (std::int64_t step = 1; run.noise.contains(name_of(step, "loss")); ++step) {
+    const std::string loss = name_of(step, "loss");
+    const double noise = noise_in(run, loss);
+    if (std::isinf(noise) || kNoiseAllowed * noise > size_of(run[loss]) ||
+        std::isinf(noise_in(run, name_of(step, "gradient norm"))))
+      return step;
+  }
+  return std::nullopt;
+}
+
+LeftOut left_out(const NamedTensors& run, std::int64_t steps) {
+  const auto lost = first_lost(run);
+  LeftOut result;
+  if (lost) result.steps = steps - *lost;
+  for (const auto& [name, weight] : run.weight)
+    if (weight.numel() > 0 && !weight.any().item<bool>() && !is_of_step_from(name, lost))
+      ++result.tensors;
+  return result;
+}
+
+std::string LeftOut::describe() const {
+  std::string text;
+  const auto add = [&](std::int64_t count, const char* what, const char* why) {
+    if (count > 0) text += (text.empty() ? "" : ", ") + counted(count, what) + why;
+  };
+  add(steps, "step", " (rounding decides the loss)");
+  add(tensors, "tensor", " (rounding decides where it moves)");
+  add(against_float64, "tensor", " against float64 (rounding decides half of it)");
+  return text;
 }
 
 std::string movement_name(const std::string& param) { return "movement of " + param; }
@@ -149,13 +181,14 @@ void Nearby::move_weights(models::Model& model) const {
 }
 
 void Nearby::move_gradients(models::Model& model, std::int64_t step) const {
+  const double typical = typical_gradient(run_, step);
   model.each_param([&](Stored& w, bool) {
     if (!w.spec.trained) return;
     const at::Tensor gradient = raw::gradient(w);
     const at::Tensor& right = run_[gradient_name(w.spec.name, step)];
     at::Tensor noise = at_least_as_its_row(distance(gradient, right));
     if (!has_rows_of_tokens(w))
-      noise.clamp_min_(noise_of_zero(typical_, roundings_ * roundoff(dtype_), right));
+      noise.clamp_min_(noise_of_zero(typical, roundings_ * roundoff(dtype_), right));
     w.value.mutable_grad() = right.to(at::kDouble)
                                  .add(noise.mul(draw(w, step).sign_()), kNoiseAllowed)
                                  .to(gradient.options());
@@ -175,9 +208,13 @@ void note_nearby(NamedTensors& run, const NamedTensors& nearby) {
 void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings) {
   const double unit = roundings * roundoff(dtype);
   const auto relative = noise_of_gradients(run);
-  const double typical = typical_gradient(run);
+  const auto lost = first_lost(run);
   const double of_many = quantile(relative, 0.5), of_few = quantile(relative, 0.9);
-  std::map<std::string, double> squares;  // of the noise of the gradients of each step
+  std::map<std::int64_t, double> squares;  // of the noise of the gradients of each step
+  std::map<std::int64_t, double> typical;
+  for (const auto& [name, value] : run.tensors)
+    if (is_gradient(name) && !typical.contains(step_of(name)))
+      typical[step_of(name)] = typical_gradient(run, step_of(name));
   for (const auto& [name, value] : run.tensors) {
     at::Tensor& noise = run.noise[name];
     const auto count = static_cast<double>(value.numel());
@@ -187,19 +224,19 @@ void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings) {
       continue;
     }
     noise = at::maximum(noise, (count < kFewElements ? of_few : of_many) * size)
-                .clamp_min(noise_of_zero(typical, unit, value));
-    const std::string step =
-        name.starts_with("step ") ? name.substr(0, name.find(" d(")) : "step 0";
-    squares[step + " gradient norm"] += std::pow(size_of(noise), 2);
+                .clamp_min(noise_of_zero(typical.at(step_of(name)), unit, value));
+    squares[step_of(name)] += std::pow(size_of(noise), 2);
   }
-  for (const auto& [norm, square] : squares)
-    if (const auto found = run.noise.find(norm); found != run.noise.end())
+  for (const auto& [step, square] : squares)
+    if (const auto found = run.noise.find(name_of(step, "gradient norm")); found != run.noise.end())
       found->second = at::maximum(found->second, at::full_like(found->second, std::sqrt(square)));
-  // Counts are exact: the routing is replayed.
-  for (std::int64_t step = first_lost(run); run.noise.contains(name_of(step, "loss")); ++step)
-    for (const auto& [name, value] : run.tensors)
-      if (name.starts_with(name_of(step, "")) && at::isFloatingType(value.scalar_type()))
-        run.weight[name] = at::zeros_like(value, at::kDouble);
+  for (const auto& [name, value] : run.tensors) {
+    if (!is_of_step_from(name, lost)) continue;
+    // Counts are exact: the routing is replayed. Whether a step is skipped is so where all agree.
+    const bool is_exact = !at::isFloatingType(value.scalar_type()) ||
+                          (name == name_of(step_of(name), "skipped") && noise_in(run, name) < 0.5);
+    if (!is_exact) run.weight[name] = at::zeros_like(value, at::kDouble);
+  }
 }
 
 std::string largest_logits_name(nn::Attention& attention, std::int64_t step) {
@@ -211,6 +248,16 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
   const at::NoGradGuard no_grad;
   const auto model = train::make_model(config);
   train::load_initial_weights(config, *model);
+  if (first_lost(run)) {  // where parameters go then, nobody knows
+    model->each_param([&](Stored& w, bool) {
+      const std::string& name = w.spec.name;
+      if (!w.spec.trained) run.noise[name].zero_();
+      if (!w.spec.trained) return;
+      for (const std::string& moved : {name, movement_name(name)})
+        run.weight[moved] = at::zeros_like(run[moved], at::kDouble);
+    });
+    return;
+  }
   const double max_norm = train::step_options(config).max_norm;
   // How far a gradient may be off, with the norm by which it is clipped.
   const auto allowed_of = [&](const Stored& w, std::int64_t step) {
@@ -235,7 +282,7 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
     initial[name] = w.value.detach().clone();
     farthest[name] = at::zeros_like(initial[name], at::kDouble);
     largest[name] = initial[name].to(at::kDouble).abs();
-    is_known[name] = at::full_like(initial[name], first_lost(run) >= steps, at::kBool);
+    is_known[name] = at::ones_like(initial[name], at::kBool);
     for (std::int64_t step = 0; step < steps; ++step) {
       const at::Tensor allowed = allowed_of(w, step);
       is_known[name].logical_and_(run[gradient_name(name, step)]
@@ -322,9 +369,9 @@ double roundings_in_float64(at::ScalarType dtype) {
 
 bool is_bounded(const std::string& name) { return name.starts_with("d(") || name == "logits"; }
 
-std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
-                                  const NamedTensors& in_float64) {
-  std::vector<Mismatch> found;
+AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
+                               const NamedTensors& in_float64) {
+  AgainstFloat64 found;
   for (const auto& [name, value] : in_float64.tensors) {
     if (!is_bounded(name)) continue;
     const at::Tensor right = value.to(at::kDouble);
@@ -339,7 +386,8 @@ std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::Sca
                    right.square().sum().item<double>()};
     }
     const bool may_be_anything = bound > size_of(right) / 2 && std::isfinite(m.error);
-    if (m.error > m.allowed && !may_be_anything) found.push_back(std::move(m));
+    found.num_that_may_be_anything += may_be_anything;
+    if (m.error > m.allowed && !may_be_anything) found.unexplained.push_back(std::move(m));
   }
   return found;
 }

@@ -1,7 +1,11 @@
 #pragma once
 // What rounding does to each tensor of a run, which tells how far a mesh may be off. Nothing here
-// compares with another dtype, but for unexplained: a fault of one dtype does not widen what is
+// compares with another dtype, but for against_float64: a fault of one dtype does not widen what is
 // allowed in it.
+
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "moesh/config/config.h"
 #include "moesh/models/model.h"
@@ -25,11 +29,7 @@ std::string largest_logits_name(nn::Attention& attention, std::int64_t step);
 class Nearby {
  public:
   Nearby(const NamedTensors& run, at::ScalarType dtype, std::uint64_t seed, double roundings = 1)
-      : run_(run),
-        dtype_(dtype),
-        seed_(seed),
-        roundings_(roundings),
-        typical_(typical_gradient(run)) {}
+      : run_(run), dtype_(dtype), seed_(seed), roundings_(roundings) {}
   void move_weights(models::Model& model) const;
   /// AdamW moves an element by about the learning rate, however small its gradient is: one whose
   /// gradient is noise goes either way, and later steps see it. That happens to few elements, and
@@ -44,7 +44,7 @@ class Nearby {
   const NamedTensors& run_;
   at::ScalarType dtype_;
   std::uint64_t seed_;
-  double roundings_, typical_;
+  double roundings_;
 };
 
 /// How many runs nearby tell the noise, and how many do where a mesh is off by little more than
@@ -55,26 +55,48 @@ constexpr std::uint64_t kNumNearby = 3, kNumNearbyInDoubt = 12;
 void note_nearby(NamedTensors& run, const NamedTensors& nearby);
 /// After the last of them. They are few samples, and may be near by chance: a gradient has at least
 /// the median of what all gradients have, relative to its size, and any tensor what storing it
-/// costs. The noise of a gradient norm is that of all its gradients together. A step whose loss may
-/// be off by all that it is, and what follows it, must only be finite: the weight of these is 0.
+/// costs. The noise of a gradient norm is that of all its gradients together. Steps that are lost
+/// tell nothing of others, and are not compared: their weight is 0. They must only be finite, where
+/// one rank and all runs nearby are, and be skipped or not as one rank skips them.
 void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings = 1);
+
+/// The first step that is noise: its loss may be off by all that it is, or is not finite. The steps
+/// before it have made errors grow until no linear bound holds. The first step of a run has none
+/// before it, and is never lost.
+std::optional<std::int64_t> first_lost(const NamedTensors& run);
+
+/// What a comparison leaves out, since rounding decides it.
+struct LeftOut {
+  std::int64_t steps = 0;            // that are lost
+  std::int64_t tensors = 0;          // of which no element is compared, besides those of such steps
+  std::int64_t against_float64 = 0;  // that may be anything there
+  bool any() const { return steps + tensors + against_float64 > 0; }
+  /// In words, for one line.
+  std::string describe() const;
+};
+/// Of a run of so many steps, without against_float64.
+LeftOut left_out(const NamedTensors& run, std::int64_t steps);
 
 /// The noise of parameters and of their movements follows from that of the gradients: it is what
 /// the update rule makes of gradients that are as far off as they may be, for all signs of the
 /// steps. Where a gradient may have either sign, the rule may do anything, and only the gradient is
-/// compared: the weight of these elements is 0. Errors of a movement are taken relative to what is
-/// allowed for that very element.
+/// compared: the weight of these elements is 0, and of all elements after a step that is lost.
+/// Errors of a movement are taken relative to what is allowed for that very element.
 void set_movement_noise(NamedTensors& run, const config::Config& one_rank, std::int64_t steps);
 
 /// What rounding does not explain, of runs in `dtype` (a run with its noise, and those nearby):
 /// each tensor of the first step may be as far from its value in float64 as runs in float64 whose
-/// weights are off by kMostRoundings of `dtype`. Where that is less than kNoiseAllowed times its own
-/// noise it may be off by so much, but by no more than kMostOfBound times as far: what cancels within
-/// a layer is off by more than weights can tell, and a fault of the dtype has noise as well.
+/// weights are off by kMostRoundings of `dtype`. Where that is less than kNoiseAllowed times its
+/// own noise it may be off by so much, but by no more than kMostOfBound times as far: what cancels
+/// within a layer is off by more than weights can tell, and a fault of the dtype has noise as well.
 /// Such steps are small, but not too small for a clamp to open or a norm of numbers near zero to
 /// turn. A tensor of which they change half may be anything that is finite.
-std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
-                                  const NamedTensors& in_float64);
+struct AgainstFloat64 {
+  std::vector<Mismatch> unexplained;
+  std::int64_t num_that_may_be_anything = 0;
+};
+AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
+                               const NamedTensors& in_float64);
 /// The tensors of a run of which that is asked.
 bool is_bounded(const std::string& name);
 /// On the way from the weights to a tensor there are so many more roundings. 0.1 to 0.4 of them was

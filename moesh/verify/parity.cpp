@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <sstream>
+#include <string_view>
 
 #include "moesh/base/error.h"
 
@@ -13,6 +15,10 @@ namespace {
 
 double inner_product(const at::Tensor& a, const at::Tensor& b) {
   return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
+}
+
+double ratio_of(double error, double allowed) {
+  return allowed > 0 ? error / allowed : error > 0 ? INFINITY : 0;
 }
 
 double root_mean_square(const at::Tensor& x) {
@@ -70,13 +76,23 @@ double size_of(const at::Tensor& x) {
   return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>();
 }
 
-double typical_gradient(const NamedTensors& run) {
+std::int64_t step_of(const std::string& name) {
+  constexpr std::string_view kStep = "step ";
+  std::int64_t step = 0;
+  if (name.starts_with(kStep))
+    std::from_chars(name.data() + kStep.size(), name.data() + name.size(), step);
+  return step;
+}
+
+double typical_gradient(const NamedTensors& run, std::int64_t step) {
   double squares = 0;
   int count = 0;
   for (const auto& [name, value] : run.tensors)
-    if (is_gradient(name)) squares += std::pow(size_of(value), 2), ++count;
+    if (is_gradient(name) && step_of(name) == step) squares += std::pow(size_of(value), 2), ++count;
   return std::sqrt(squares / std::max(1, count));
 }
+
+double Mismatch::ratio() const { return ratio_of(error, allowed); }
 
 std::string Mismatch::describe(const MeshShape& mesh) const {
   std::ostringstream os;
@@ -100,9 +116,7 @@ Findings::Findings(int num_ranks, const NamedTensors& reference, double toleranc
     places_.emplace(reference.tensors[i].first, i);
 }
 
-double Findings::Finding::ratio() const {
-  return allowed > 0 ? error / allowed : error > 0 ? INFINITY : 0;
-}
+double Findings::Finding::ratio() const { return ratio_of(error, allowed); }
 
 Findings::Finding Findings::judge_unit(const RankTensor& tensor,
                                        const std::function<at::Tensor(at::Tensor)>& unit,
@@ -114,8 +128,15 @@ Findings::Finding Findings::judge_unit(const RankTensor& tensor,
   const auto weight = reference_.weight.find(tensor.name),
              noise = reference_.noise.find(tensor.name);
   at::Tensor expected = mine(whole), found = unit(value);
-  if (weight != reference_.weight.end())
-    expected = expected * mine(weight->second), found = found * mine(weight->second);
+  if (weight != reference_.weight.end()) {
+    const at::Tensor factor = mine(weight->second);
+    const auto is_finite = [](const at::Tensor& t) { return t.isfinite().all().item<bool>(); };
+    // Nothing is known of the values. A mesh may overflow where one rank does, or a run nearby.
+    if (!factor.any().item<bool>() &&
+        !(is_finite(whole) && (noise == reference_.noise.end() || is_finite(noise->second))))
+      return {};
+    expected = expected * factor, found = found * factor;
+  }
   const double error = size_of(found - expected), square = inner_product(expected, expected);
   double allowed =
       tolerance_ * std::max(size_of(whole), is_gradient(tensor.name) ? floor_ : tensor.floor);
@@ -249,8 +270,7 @@ Findings::Worst Findings::worst() const {
   const std::lock_guard lock(mutex_);
   Worst worst;
   for (const Mismatch& m : collect())
-    if (m.allowed > 0 && m.error / m.allowed > worst.ratio)
-      worst = {.ratio = m.error / m.allowed, .tensor = m.tensor};
+    if (m.ratio() > worst.ratio) worst = {.ratio = m.ratio(), .tensor = m.tensor};
   return worst;
 }
 

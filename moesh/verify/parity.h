@@ -29,11 +29,13 @@ struct NamedTensors {
 /// "d(NAME)" in the first step, "step N d(NAME)" in later ones.
 std::string gradient_name(const std::string& of, std::int64_t step = 0);
 bool is_gradient(const std::string& name);
+/// N of "step N ..."; 0 of any other name.
+std::int64_t step_of(const std::string& name);
 
 double size_of(const at::Tensor& x);
 
-/// The mean size of a gradient: the root of the mean square of their norms.
-double typical_gradient(const NamedTensors& run);
+/// The mean size of a gradient of one step: the root of the mean square of their norms.
+double typical_gradient(const NamedTensors& run, std::int64_t step = 0);
 
 /// How many times its noise a tensor may be off: a mesh rounds at other places than one rank, and
 /// more often.
@@ -81,6 +83,8 @@ struct Mismatch {
   std::map<std::string, double> means;
   int worst_rank = 0;
   std::int64_t worst_batch = -1, worst_position = -1;  // of tensors that hold tokens
+  /// error / allowed; infinite where nothing is allowed and something differs.
+  double ratio() const;
   std::string describe(const MeshShape& mesh) const;
 };
 
@@ -97,8 +101,8 @@ class Findings {
   void exchange(comm::Group& world, at::Device device);
   /// In forward order: the first is nearest to the cause.
   std::vector<Mismatch> mismatches(const MeshShape& shape) const;
-  /// The largest |delta| / allowed of all tensors, and which one has it; 0 and none where nothing
-  /// differs at all.
+  /// The largest ratio of all tensors, and which one has it; 0 and none where nothing differs at
+  /// all.
   struct Worst {
     double ratio = 0;
     std::string tensor;

@@ -52,33 +52,38 @@ Config fitted(const Config& config, const SweepMesh& mesh);
 using Routing = std::vector<std::unique_ptr<RoutingRecord>>;
 
 struct VerifyReference : NamedTensors {
-  std::uint64_t num_nearby = kNumNearby;  // runs that told its noise
   Routing routing = {};
   std::vector<Mismatch> unexplained = {};  // of noise.h: no mesh holds then
-  std::string graph_mismatch = {};         // of graph_parity.h
+  LeftOut left_out = {};
+  std::string graph_mismatch = {};  // of graph_parity.h
+  /// With noise that kNumNearbyInDoubt runs told, made for the first mesh that is in doubt.
+  std::unique_ptr<VerifyReference> closer = {};
 };
 
 struct VerifyReport {
   std::vector<Mismatch> mismatches;
   std::string error;
-  std::optional<ErrorKind> launch_error;  // of an error before any rank began: no verdict
-  bool is_first = false;                  // this process holds rank 0: it prints for all
+  bool is_first = false;  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
-  double worst_ratio = 0;         // the largest |delta| / allowed
+  double worst_ratio = 0;         // the largest |delta| / allowed, of all processes
   std::string worst_tensor = {};  // which has it
+  LeftOut left_out = {};
   bool holds() const { return mismatches.empty() && error.empty(); }
   /// Whether it does not hold, by so little that noise which is measured more closely may explain
-  /// it.
+  /// it: the same on all processes.
   bool is_in_doubt() const;
+  /// Takes what was found to differ, and the worst of it.
+  void add(const Findings& findings, const MeshShape& shape);
   void add_flips(const RoutingRecord& routing);
   /// The information to act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
   std::string describe(const MeshShape& mesh) const;
 };
 
-/// Launches the ranks of a mesh. What they throw is the report's error; an error before any of them
-/// began is not a verdict on the mesh, and has its kind in launch_error.
+/// Launches the ranks of a mesh. What they throw is the report's error. It is thrown again where it
+/// is no verdict on the mesh: it came before any of them began, memory was not enough, or it is of
+/// what was asked for (config, data, storage).
 void launch_for(VerifyReport& report, const Config& config,
                 const std::function<void(comm::Group& world)>& f);
 
@@ -86,10 +91,14 @@ void launch_for(VerifyReport& report, const Config& config,
 std::unique_ptr<data::Dataset> open_data(const VerifyCase& c);
 
 /// What each rank does, on the mesh of the configuration: `report` gets what it has of each tensor.
-/// One rank may record its routing, and do a run nearby instead.
+/// One rank may record its routing, and do a run nearby instead. Steps from `first_replayed` on
+/// replay one.
 void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
                Routing* replay, const std::function<void(const RankTensor&)>& report,
-               const Nearby* nearby = nullptr);
+               const Nearby* nearby = nullptr, std::int64_t first_replayed = 0);
+
+/// The largest of the numbers that the ranks have, on all of them.
+double largest_of_ranks(comm::Group& world, double mine, at::Device device);
 
 /// The case on one_rank(c.config), with what rounding does to it.
 VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby = kNumNearby);
@@ -99,8 +108,8 @@ VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby = kN
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference,
                     NamedTensors* values = nullptr);
 
-/// verify(); where the report is in doubt, the noise of the reference is measured more closely, and
-/// it is the mesh's turn again.
+/// verify(); where the report is in doubt, it is the mesh's turn again with reference.closer. The
+/// first look at other meshes stays what it was.
 VerifyReport verify_closely(const VerifyCase& c, VerifyReference& reference,
                             NamedTensors* values = nullptr);
 

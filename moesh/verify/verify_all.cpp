@@ -70,6 +70,10 @@ JsonValue to_json(const Verified& v) {
           {"worst_tensor", {r.worst_tensor}},
           {"first", {r.mismatches.empty() ? std::string() : r.mismatches[0].tensor}},
           {"error", {r.error}},
+          {"left_out",
+           {JsonObject{{"steps", {r.left_out.steps}},
+                       {"tensors", {r.left_out.tensors}},
+                       {"against_float64", {r.left_out.against_float64}}}}},
           {"cut_alike", {why_cut_alike(v.config)}},
       });
   return {entry};

@@ -332,13 +332,25 @@ def new_models_begin_as_in_transformers(tmp):
 
 
 def wrong_weights_are_found(tmp):
-    """The check can fail: another checkpoint of the same shape does not hold."""
+    """The check can fail: another checkpoint of the same shape does not hold. Weights that nothing can be computed with are an error
+    of the data, whose names do not control the terminal."""
     make(mixtral(), tmp / "a")
     make(mixtral(), tmp / "b")
     record(tmp / "a", tmp / "a.safetensors")
     done = subprocess.run([MOESH, "verify", "--golden", tmp / "a.safetensors", f"--checkpoint.initial_load={tmp / 'b'}"],
                           capture_output=True, text=True)
     assert done.returncode == 1 and "logits" in done.stdout, done.stdout + done.stderr
+    evil = tmp / "x\u009b2J\u202e\nmoesh: done\x1b[31m"
+    shutil.copytree(tmp / "a", evil)
+    weights = load_file(evil / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, evil / "model.safetensors", metadata={"format": "pt"})
+    for dtype in "float32", "bfloat16":
+        done = subprocess.run([MOESH, "verify", "--golden", tmp / "a.safetensors", "--model", f"hf:{evil}", "--dtype", dtype],
+                              capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        assert done.returncode == 2 and "tensor 'model.norm.weight' has NaN or inf" in said, (dtype, done)
+        assert "x\\u009b2J\\u202e\\x0amoesh: done\\x1b[31m" in said and evil.name not in said, (dtype, done)
 
 
 def main():

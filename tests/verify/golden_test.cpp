@@ -107,6 +107,8 @@ TEST_F(GoldenSettings, ThatTheFileFixesAreRefused) {
   expect_refused({"--moe.z_loss_weight=0.1"}, {"moe.z_loss_weight is 0.1", "has 0.0"});
   expect_refused({"--training.gradient_accumulation_steps=2"}, {"has 1"});
   expect_refused({"--moe.replay=folder"}, {"moe.replay is folder", "has \"\""});
+  expect_refused({"--training.global_batch_size=8"},
+                 {"training.global_batch_size is 8", "has 4 sequences"});
 }
 
 TEST_F(GoldenSettings, ThatAreSoAreAccepted) {
@@ -114,6 +116,20 @@ TEST_F(GoldenSettings, ThatAreSoAreAccepted) {
   expect_accepted({"--model=deepseek_v3:tiny", "--model.top_k=2", "--data.sequence_length=5",
                    "--moe.z_loss_weight=0", "--data.batch_size=2", "--mesh=dp_shard=2,tp=2"});
   expect_accepted({"--model=deepseek_v3", "--dtype=float64"});
+  expect_accepted({"--training.global_batch_size=0"});  // as print-config writes it
+  expect_accepted({"--training.global_batch_size=4"});
+}
+
+// The file has tensors that the model has not: it is named, and not the folder that it lies in.
+TEST_F(GoldenSettings, OfAnotherModelAreNamed) {
+  NamedTensors tensors;
+  for (const char* name : {"input_ids", "labels"})
+    tensors.tensors.emplace_back(name, at::zeros({4, 5}, at::kLong));
+  for (const char* name : {"loss", "logits", "grad.another"})
+    tensors.tensors.emplace_back(name, at::zeros({1}));
+  write_tensors(file(), tensors);
+  expect_parts(error({"--lora.rank=2"}, ErrorKind::data),
+               {"'" + file() + "' does not hold the tensors"});
 }
 
 // What is wrong with a mesh is said with the value of the checkpoint, and where that comes from.

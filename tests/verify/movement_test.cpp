@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "moesh/comm/launch.h"
 #include "moesh/verify/verify.h"
 #include "tests/train/device.h"
 
@@ -113,7 +114,7 @@ std::vector<Mismatch> unexplained_of(double factor, at::ScalarType dtype, double
     wide.noise[name] = std::max(noise, kMostRoundings * unit) * g;
   NamedTensors run{.tensors = {{"d(a)", factor * g}, {"d(b)", g * (1 + unit)}},
                    .noise = {{"d(a)", own * g}, {"d(b)", own * g}}};
-  return unexplained({run, run}, dtype, wide);
+  return against_float64({run, run}, dtype, wide).unexplained;
 }
 
 TEST(Noise, IsNoMoreThanRoundingExplains) {
@@ -150,11 +151,32 @@ TEST(Noise, IsMeasuredAgainInDoubt) {
     EXPECT_FALSE(first.holds());
     EXPECT_EQ(first.is_in_doubt(), factor < 2);
     EXPECT_EQ(verify_closely(mesh, small).holds(), factor < 2);
-    EXPECT_EQ(small.num_nearby, factor < 2 ? kNumNearbyInDoubt : kNumNearby);
+    EXPECT_EQ(small.closer != nullptr, factor < 2);
+    EXPECT_FALSE(verify(mesh, small).holds()) << "the first look at another mesh has changed";
+    const auto* closer = small.closer.get();
+    EXPECT_EQ(verify_closely(mesh, small).holds(), factor < 2);
+    EXPECT_EQ(small.closer.get(), closer) << "it is measured once";
     EXPECT_EQ(small.graph_mismatch, "kept");
   };
   with_noise_of(1.5);
   with_noise_of(2.5);
+}
+
+// A process does what all others do: it goes by the worst of what any of them has.
+TEST(Noise, OfOneRankIsInDoubtOnAllProcesses) {
+  VerifyCase mesh = two_steps("qwen3_moe", "float32");
+  mesh.config = changed(mesh.config, config::mesh_settings({.tp = 2}, "test"));
+  VerifyReference reference = run_reference(mesh);
+  for (const double error : {0.5, 1.5, 2.5}) {
+    reference.unexplained = {{.tensor = "logits", .error = error, .allowed = 1}};
+    const VerifyReport report = verify(mesh, reference);
+    EXPECT_EQ(report.is_in_doubt(), error == 1.5);
+    EXPECT_GE(report.worst_ratio, error);
+  }
+  comm::launch(3, [](comm::Group& world) {
+    EXPECT_EQ(largest_of_ranks(world, world.rank() == 1 ? INFINITY : 1, at::kCPU), INFINITY);
+    EXPECT_EQ(largest_of_ranks(world, world.rank(), at::kCPU), 2);
+  });
 }
 
 // A step whose loss may be off by all that it is must only be finite, and so must what follows.
@@ -179,6 +201,85 @@ TEST(Noise, LeavesStepsThatAreLost) {
   EXPECT_EQ(weighed(0.9), std::vector<std::string>{});
   EXPECT_EQ(weighed(1.1),
             (std::vector<std::string>{"step 1 d(a)", "step 1 loss", "step 2 d(a)", "step 2 loss"}));
+  EXPECT_EQ(weighed(NAN), weighed(1.1));
+  EXPECT_EQ(weighed(INFINITY), weighed(1.1));
+}
+
+// What one rank has in two steps, of which the second has this number everywhere, with its noise.
+NamedTensors with_second_step(double number, double nearby_number, bool is_skipped) {
+  const at::Tensor g = at::linspace(1, 2, 100, at::kDouble), one = at::ones({}, at::kDouble);
+  const auto run_of = [&](double second, double wobble) {
+    return NamedTensors{.tensors = {{"step 0 loss", 5 * one},
+                                    {"d(a)", g * (1 + wobble)},
+                                    {"step 0 gradient norm", 10 * one},
+                                    {"step 0 skipped", 0 * one},
+                                    {"step 1 loss", second * one},
+                                    {"step 1 d(a)", second * g},
+                                    {"step 1 gradient norm", second * one},
+                                    {"step 1 skipped", (is_skipped ? 1 : 0) * one}}};
+  };
+  NamedTensors run = run_of(number, 0);
+  note_nearby(run, run_of(nearby_number, 1e-6));
+  set_noise(run, at::kFloat);
+  return run;
+}
+
+// The tensors that differ of a mesh that has this number in all of its second step.
+std::vector<std::string> found_in(const NamedTensors& run, double number, bool is_skipped) {
+  Findings findings(1, run);
+  for (const auto& [name, value] : run.tensors) {
+    const bool is_second = step_of(name) == 1, is_skip = name.ends_with("skipped");
+    findings.compare({.name = name,
+                      .value = !is_second ? value
+                               : is_skip  ? at::full_like(value, is_skipped ? 1 : 0)
+                                          : at::full_like(value, number),
+                      .place = [](const at::Tensor& t) { return t; },
+                      .exact = is_skip},
+                     0);
+  }
+  std::vector<std::string> names;
+  for (const auto& m : findings.mismatches({})) names.push_back(m.tensor);
+  return names;
+}
+
+TEST(Noise, OfStepsThatAreLostMayBeAnything) {
+  using Names = std::vector<std::string>;
+  for (const double number : {NAN, INFINITY}) {
+    const NamedTensors run = with_second_step(number, number, true);
+    EXPECT_EQ(first_lost(run), 1);
+    EXPECT_LT(size_of(run.noise.at("d(a)")), 1e-3) << "the step before knows nothing of it";
+    for (const double of_mesh : {1., double{NAN}, double{INFINITY}})
+      EXPECT_EQ(found_in(run, of_mesh, true), Names{});
+    EXPECT_EQ(found_in(run, 1, false), Names{"step 1 skipped"});
+  }
+  // One rank is finite: so must a mesh be, but for what a run nearby is not.
+  const Names all{"step 1 loss", "step 1 d(a)", "step 1 gradient norm"};
+  EXPECT_EQ(found_in(with_second_step(1, 9, false), 100, false), Names{});
+  EXPECT_EQ(found_in(with_second_step(1, 9, false), NAN, false), all);
+  EXPECT_EQ(found_in(with_second_step(1, NAN, false), NAN, false), Names{});
+  // A gradient that overflows behind a loss that does not.
+  NamedTensors run = with_second_step(1, 1, true);
+  EXPECT_EQ(first_lost(run), std::nullopt);
+  run.noise["step 1 gradient norm"].fill_(NAN);
+  EXPECT_EQ(first_lost(run), 1);
+  // The first step of all comes after nothing that could have made it so.
+  run.noise["step 0 loss"].fill_(NAN);
+  run.noise["step 1 gradient norm"].fill_(0);
+  EXPECT_EQ(first_lost(run), std::nullopt);
+}
+
+TEST(Noise, TellsWhatItLeavesOut) {
+  NamedTensors run = with_second_step(NAN, NAN, true);
+  run.weight["movement of a"] = at::zeros({3});
+  run.weight["movement of b"] = at::ones({3});
+  LeftOut found = left_out(run, 2);
+  EXPECT_EQ(found.steps, 1);
+  EXPECT_EQ(found.tensors, 1);
+  found.against_float64 = 3;
+  EXPECT_EQ(found.describe(),
+            "1 step (rounding decides the loss), 1 tensor (rounding decides where it moves), 3 "
+            "tensors against float64 (rounding decides half of it)");
+  EXPECT_FALSE(LeftOut{}.any());
 }
 
 // The same mistake in all runs of a dtype is no noise.
