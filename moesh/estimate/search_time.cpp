@@ -188,10 +188,13 @@ MeshShape one_stage(MeshShape mesh) {
 }
 
 // Whether two micro-batches at a time hide anything, and what is tried then.
-bool takes_overlap(const MeshShape& mesh) { return mesh.pp == 1 && mesh.ep * mesh.etp > 1; }
-std::vector<bool> overlaps_of(const Choices& choices, const MeshShape& mesh) {
-  return choices.overlaps.size() == 1 || takes_overlap(mesh) ? choices.overlaps
-                                                             : std::vector{false};
+bool takes_overlap(const MeshShape& mesh, const std::string& schedule) {
+  return mesh.ep * mesh.etp > 1 && (mesh.pp == 1 || pipeline::can_be_joined(schedule));
+}
+std::vector<bool> overlaps_of(const Choices& choices, const MeshShape& mesh,
+                              const std::string& schedule) {
+  const bool takes = choices.overlaps.size() == 1 || takes_overlap(mesh, schedule);
+  return takes ? choices.overlaps : std::vector{false};
 }
 
 // How many axes a person has to think about.
@@ -288,7 +291,8 @@ std::vector<StepTime> ways_to_travel(const Config& config, const Cluster& cluste
   const MeshShape mesh = mesh_shape(config).validated();
   std::vector<StepTime> all;
   for (const std::string& dispatcher : dispatchers_of(choices, mesh))
-    for (const bool overlaps : overlaps_of(choices, mesh))
+    for (const bool overlaps :
+         overlaps_of(choices, mesh, config.parallelism.pipeline_parallel_schedule))
       all.push_back(step_time(
           profilers.of(config.activation_checkpoint.mode, dispatcher, config.data.batch_size),
           cluster, mesh, {config.parallelism.pipeline_parallel_schedule, overlaps}));
@@ -371,7 +375,7 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
   };
   const auto try_mesh = [&](const MeshShape& mesh, const std::string& schedule) {
     for (const std::string& dispatcher : dispatchers_of(choices, mesh))
-      for (const bool overlaps : overlaps_of(choices, mesh))
+      for (const bool overlaps : overlaps_of(choices, mesh, schedule))
         try_order(mesh, dispatcher, {schedule, overlaps});
   };
   // Meshes without pp and copies first: they are timed at once, and leave few of the others.

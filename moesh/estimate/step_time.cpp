@@ -52,17 +52,16 @@ double beside(double work, double travel) {
   return travel >= slower ? travel : work + kPartThatMoves * travel;
 }
 
-// Two passes at a time, of two micro-batches: `a` is ahead, and while its rows go to their experts
-// `b` does what comes before the experts; the experts of `a` work while rows of `b` come, and so
-// on. Two forwards, two backwards, or a forward and a backward: rows go there and back in each.
-double together(const Pass& a, const Pass& b) {
-  const double turns = beside(b.around, a.travel / 2) + beside(a.at_experts, b.travel / 2) +
-                       beside(b.at_experts, a.travel / 2) + beside(a.around, b.travel / 2);
-  const auto rest = [](const Pass& p) { return p.apart + p.tensor + p.storage; };
-  const double one_by_one = a.compute() + b.compute() + a.travel + b.travel;
-  return std::min(turns, one_by_one) + rest(a) + rest(b);
+// Two passes at a time, of two micro-batches: while rows of `a` go to their experts `b` does what
+// comes before the experts, the experts of `a` work while rows of `b` come, and so on. Two
+// forwards, two backwards, or a forward and a backward: rows go there and back in each. The time of
+// the rows of `a` that the work of `b` hides.
+double hidden_behind(const Pass& a, const Pass& b) {
+  const auto hidden = [](double work, double travel) {
+    return work + travel - beside(work, travel);
+  };
+  return hidden(b.around, a.travel / 2) + hidden(b.at_experts, a.travel / 2);
 }
-double hidden(const Pass& a, const Pass& b) { return a.all() + b.all() - together(a, b); }
 
 // Where micro-batches of a pipeline share gathered parameters, a step gathers them once.
 bool shares_gathers(const Config& config, const MeshShape& mesh) {
@@ -175,8 +174,8 @@ Parts parts_of(const PartProfile& p, const Setting& s) {
   out.forward.around += gather, out.backward.around += rest;
   out.compute.passes += gather + rest;
 
-  const double hidden_forward = s.in_pairs / 2 * hidden(out.forward, out.forward),
-               hidden_backward = s.in_pairs / 2 * hidden(out.backward, out.backward);
+  const double hidden_forward = s.in_pairs * hidden_behind(out.forward, out.forward),
+               hidden_backward = s.in_pairs * hidden_behind(out.backward, out.backward);
   out.forward.travel -= hidden_forward, out.backward.travel -= hidden_backward;
 
   // The parameters of the next block travel while this one computes, forward and backward, and
@@ -241,6 +240,12 @@ Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
                                : Stages::soon;
 }
 
+// Whether forwards and backwards of a pipeline are under way at once.
+bool is_joined(const Order& order, const MeshShape& mesh) {
+  return order.overlap_experts && mesh.pp > 1 && mesh.ep * mesh.etp > 1 &&
+         pipeline::can_be_joined(order.schedule);
+}
+
 // A step on a mesh, before any schedule is gone through.
 struct Pipe {
   int stages_of_a_rank = 1;
@@ -262,10 +267,11 @@ void add(StateMemory& to, const StateMemory& s, double factor = 1) {
   to.optimizer += times(s.optimizer);
 }
 
-pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh, const std::string& schedule,
+pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh, const Order& order,
                                std::int64_t num_micro) {
-  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : schedule, mesh.pp, pipe.stages_of_a_rank,
-                                 static_cast<int>(num_micro));
+  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : order.schedule, mesh.pp,
+                                 pipe.stages_of_a_rank, static_cast<int>(num_micro),
+                                 is_joined(order, mesh));
 }
 
 // Whether any rank sends to its place in another stage over the network: pp is the slowest axis.
@@ -354,6 +360,10 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                      : profile.always_between);
     pipe.gathered.push_back(gathered);
     pipeline::StageCosts c = costs_of(stage);
+    if (is_joined(order, mesh)) {  // rows of each that the other hides
+      c.forward_links = hidden_behind(stage.forward, stage.backward);
+      c.backward_links = hidden_behind(stage.backward, stage.forward);
+    }
     c.activation = setting.in_pairs > 0 ? 2 * activations : activations;
     c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
     pipe.costs.stages.push_back(c);
@@ -363,7 +373,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                                                       : 4;
   const double held = config.parallelism.sequence_parallel ? tokens : tokens * mesh.tp;
   const double num_bytes = held * static_cast<double>(model.dim) * bytes_of_number;
-  const auto rank_of = schedule_of(pipe, mesh, order.schedule, 1).rank_of;
+  const auto rank_of = schedule_of(pipe, mesh, order, 1).rank_of;
   for (size_t s = 0; s + 1 < rank_of.size(); ++s)
     pipe.costs.stages[s].transfer =
         num_bytes / (crosses_nodes(cluster, mesh, rank_of[s], rank_of[s + 1])
@@ -373,8 +383,10 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   return pipe;
 }
 
-// After so many micro-batches each further one takes as long as on the slowest rank.
-std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
+// After so many micro-batches each further one takes as long as on the slowest rank; where some
+// are joined, all are gone through.
+std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh, const Order& order) {
+  if (is_joined(order, mesh)) return pipe.num_micro;
   const std::int64_t enough = 4 * mesh.pp;  // and none is left over from groups of pp
   return pipe.num_micro <= enough ? pipe.num_micro : enough + pipe.num_micro % mesh.pp;
 }
@@ -383,15 +395,17 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
 // works on all micro-batches, after the first has come to it through the stages before; where
 // backward is whole, the last one goes back through these afterwards.
 double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
-                      const std::vector<int>& rank_of, const std::string& schedule) {
-  const bool in_halves = pipeline::has_halves(schedule);
+                      const std::vector<int>& rank_of, const Order& order, const MeshShape& mesh) {
+  const bool in_halves = pipeline::has_halves(order.schedule);
   std::vector<bool> is_seen(work.size(), false);
   double before = 0, most = 0;
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(rank_of[s]);
     const Parts& w = work[rank];
     if (!is_seen[rank])
-      most = std::max(most, before + static_cast<double>(pipe.num_micro) * (w.all() - w.storage()));
+      most = std::max(
+          most, before + static_cast<double>(pipe.num_micro) *
+                             (w.all() - w.storage() - (is_joined(order, mesh) ? w.travel() : 0)));
     is_seen[rank] = true;
     const Parts& stage = pipe.stages[s];
     before +=
@@ -449,8 +463,8 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   const Pipe pipe = make_pipe(profiler, cluster, mesh, how, stages);
-  const std::int64_t simulated_micro = enough_micro(pipe, mesh);
-  const auto order = schedule_of(pipe, mesh, schedule, simulated_micro);
+  const std::int64_t simulated_micro = enough_micro(pipe, mesh, how);
+  const auto order = schedule_of(pipe, mesh, how, simulated_micro);
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
@@ -475,7 +489,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                .layers = pipe.plan,
                .overlap_experts = how.overlap_experts,
                .dispatcher = config.parallelism.moe_dispatcher};
-  const double fastest = fewest_seconds(pipe, work, order.rank_of, schedule);
+  const double fastest = fewest_seconds(pipe, work, order.rank_of, how, mesh);
   if (static_cast<double>(out.num_tokens) <= least * fastest) return std::nullopt;
   const auto simulation = pipeline::simulate(order, pipe.costs);
   std::vector<double> busy;
@@ -500,7 +514,8 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                whole = simulation.time + num_more * longest.all();
   out.compute = num_micro * longest.compute.all(), out.tensor = num_micro * longest.tensor();
   out.storage = num_micro * longest.storage();
-  out.experts = num_micro * longest.rows();
+  // Rows are what joined actions hide.
+  out.experts = num_micro * longest.rows() - (num_micro * longest.all() - longest_busy);
   out.kernels.add(longest.compute, num_micro);
   out.again = num_micro * longest.again;
   out.ends = num_micro * ends[static_cast<size_t>(busiest)];
@@ -541,8 +556,7 @@ pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const
   const MeshShape mesh = shape.validated();
   const Pipe pipe = make_pipe(profiler, cluster, mesh, order, stages_of(mesh, order.schedule));
   return pipeline::simulate(
-      schedule_of(pipe, mesh, order.schedule, std::min<std::int64_t>(pipe.num_micro, most)),
-      pipe.costs);
+      schedule_of(pipe, mesh, order, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
 }
 
 double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,

@@ -156,6 +156,30 @@ TEST(StepTime, RowsOfPairsTravelBehindCompute) {
   }
 }
 
+// With pp it is the other of two joined actions that computes.
+TEST(StepTime, RowsOfJoinedActionsTravelBehindCompute) {
+  const Cluster cluster = parse_cluster("h100x8:1");
+  const Config c =
+      load_args(with(kModel, {"--parallelism.moe_dispatcher=all_to_all",
+                              "--data.sequence_length=4096", "--training.global_batch_size=128"}));
+  Profiler profiler(c);
+  const MeshShape mesh{.pp = 2, .dp_shard = 4, .ep = 4};
+  for (const char* schedule : {"1f1b", "interleaved_1f1b", "dualpipev"}) {
+    SCOPED_TRACE(schedule);
+    const StepTime off = step_time(profiler, cluster, mesh, {schedule}),
+                   on = step_time(profiler, cluster, mesh, {schedule, true});
+    EXPECT_LT(on.experts, 0.7 * off.experts);
+    EXPECT_LT(on.total, off.total);
+    EXPECT_NEAR(on.compute + on.tensor + on.experts + on.storage + on.bubble + on.update, on.total,
+                1e-9 * on.total);
+    EXPECT_NEAR(simulated(profiler, cluster, mesh, {schedule, true}, 1 << 20).time,
+                on.total - on.update, 1e-9 * on.total);
+  }
+  // No forward stands beside a backward there.
+  EXPECT_EQ(step_time(profiler, cluster, mesh, {"zbv", true}).total,
+            step_time(profiler, cluster, mesh, {"zbv"}).total);
+}
+
 // Ranks of cp wait in each layer for the one whose queries see most: up to twice the mean, where
 // each has one piece of a sequence.
 TEST(StepTime, CountsTheAttentionOfTheLongestRank) {
