@@ -94,19 +94,22 @@ double error_of_sums(const at::Tensor& got_h, const at::Tensor& terms_BhL1) {
   return ((got_h.to(at::kDouble) - terms.sum(1)) / terms.norm(2, 1)).abs().max().item<double>();
 }
 
-// Windows and sinks, with and without each other, and queries that begin in the middle.
-TEST(AttentionOnAGpu, WindowsAndSinksGoWithoutAMask) {
+// Windows and sinks, with and without each other, and queries that begin in the middle, as those of
+// a later cp rank do; values narrower than keys.
+TEST(AttentionOnAGpu, WindowsSinksAndLaterQueriesGoWithoutAMask) {
   at::manual_seed(2);
   for (const std::int64_t window : {0, 1, 100, 5000})
     for (const bool has_sinks : {true, false})
       for (const std::int64_t start : {0, 90}) {
-        // Without a window this kernel is not asked, and of one key nothing depends on its score.
-        if (!has_sinks && window != 100) continue;
+        // For plain attention this kernel is not asked, and of one key nothing depends on its
+        // score.
+        if (!has_sinks && (window == 1 || (window != 100 && start == 0))) continue;
         const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
-        const auto leaf = [&](std::int64_t length, std::int64_t heads) {
-          return at::randn({2, length, heads, 64}, options).requires_grad_(true);
+        const auto leaf = [&](std::int64_t length, std::int64_t heads, std::int64_t width) {
+          return at::randn({2, length, heads, width}, options).requires_grad_(true);
         };
-        const at::Tensor q = leaf(200, 8), k = leaf(200 + start, 2), v = leaf(200 + start, 2);
+        const at::Tensor q = leaf(200, 8, 64), k = leaf(200 + start, 2, 64),
+                         v = leaf(200 + start, 2, start == 0 ? 64 : 40);
         at::Tensor sinks;
         if (has_sinks)
           sinks = at::randn({8}, options.dtype(at::kFloat)).mul_(2).requires_grad_(true);
