@@ -98,7 +98,7 @@ TEST_F(Recompute, ALayerThatIsKeptMayBeEmpty) {
     const auto x = as_leaf(assume<Dense{T, T, T}>(at::ones({2, 3, in}, at::kDouble)));
     const auto y = recompute(
         [&](const Rows& r, bool) {
-          return std::tuple<Rows>(assume<Dense{T, T, T}>(raw::kept_linear(local(r), w)));
+          return std::tuple<Rows>(assume<Dense{T, T, T}>(raw::kept_linear(local(r), w, {})));
         },
         x, Keep::expensive);
     EXPECT_EQ(local(std::get<0>(y)).size(2), out);
