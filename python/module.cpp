@@ -156,8 +156,7 @@ nb::object estimate_in_time(const Values& values, const std::string& cluster_tex
     cli::naming_sizes(config, [&] {
       estimate::Profiler profiler(config);
       estimate::check_fills(mesh_shape(config), cluster);
-      found = step_time(profiler, cluster, mesh_shape(config),
-                        config.parallelism.pipeline_parallel_schedule);
+      found = step_time(profiler, cluster, mesh_shape(config), estimate::order_of(config));
     });
   });
   return to_python(to_json(found));

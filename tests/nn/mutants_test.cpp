@@ -123,11 +123,6 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   if (settings.take("sequences") != 0)
     more.push_back({"data.batch_size", std::int64_t{2}, {"test"}});
   if (settings.take("stored") != 0) more.push_back({"lora.base", std::string("stored"), {"test"}});
-  if (settings.take("float8") != 0) {
-    for (const char* key : {"training.float8", "training.float8_dense"})
-      more.push_back({key, std::string("blockwise"), {"test"}});
-    more.push_back({"training.float8_tile", std::int64_t{4}, {"test"}});
-  }
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
     more.push_back(
@@ -199,6 +194,10 @@ const mutants::Provide cuts("cuts", [](Settings& settings) -> Check {
   if (settings.take("float32") != 0)
     more.push_back({"training.dtype", std::string("float32"), {"test"}});
   if (settings.take("olmoe") != 0) more.push_back({"model.name", std::string("olmoe"), {"test"}});
+  if (settings.take("float8") != 0) {
+    more.push_back({"training.float8_dense", std::string("blockwise"), {"test"}});
+    more.push_back({"training.float8_tile", std::int64_t{4}, {"test"}});
+  }
   const auto c = step_case(mesh, more);
   return [=] { return first_of(verify::verify(c, verify::run_reference(c)), mesh); };
 });
