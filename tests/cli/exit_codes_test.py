@@ -201,6 +201,7 @@ def not_finite(tmp, moesh):
 def a_limit_on_memory(tmp, moesh):
     """ulimit -v: a sentence, wherever memory ends: while libraries are loaded, before main, in a
     thread of a rank, in a library that does not look. Never a verdict, or half of an answer."""
+    sentence = re.compile(r"moesh: \w+ error: .*(ulimit|memory)|.*failed to map segment")
     folder, _ = saved_model(tmp, moesh)
     mesh = ["--mesh=tp=2", "--metrics.folder="]
     for command in ([*RUN, "--steps=1", *mesh], ["verify", *mesh],
@@ -215,8 +216,7 @@ def a_limit_on_memory(tmp, moesh):
             if done.returncode in (0, -signal.SIGSEGV, -signal.SIGABRT):
                 continue
             last = (done.stderr.strip() or "nothing").splitlines()[-1]
-            sentence = re.match(r"moesh: \w+ error: .*(ulimit|memory)|.*failed to map segment", last)
-            assert done.returncode in (2, 3, 127) and sentence, f"{mib} MiB: {done}"
+            assert done.returncode in (2, 3, 127) and sentence.match(last), f"{mib} MiB: {done}"
         assert codes[-1] == 0 and codes.count(0) < len(codes) - 2, (command, codes)
         num_killed = sum(code < 0 for code in codes)
         assert num_killed < len(codes) / 4 and codes.count(2) > 0, (command, codes)
