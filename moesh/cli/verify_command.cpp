@@ -65,6 +65,9 @@ int run_golden(const Arguments& given, const std::string& file) {
       config.training.dtype.c_str(), golden["loss"].item<double>(), golden.tensors.size(),
       printable(file).c_str(), r.worst_ratio, seconds_since(start));
   if (golden.replays()) print_flips(r.num_flipped, r.largest_margin);
+  if (r.num_vague > 0)
+    std::printf("rounding may change %lld of these tensors by half: float32 tells more of them\n",
+                static_cast<long long>(r.num_vague));
   return exit_code_of(r);
 }
 

@@ -205,8 +205,10 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_ranges()}});
   model->each_param([&](Stored& w, bool) {
     if (!w.spec.trained) return;
-    report({"d(" + w.spec.name + ")", raw::gather(w, raw::gradient(w)).cpu(),
-            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+    RankTensor gradient{"d(" + w.spec.name + ")", raw::gather(w, raw::gradient(w)).cpu(),
+                        [region = w.compute](const at::Tensor& t) { return slice(t, region); }};
+    gradient.by_expert = contains(w.cutting, ep);
+    report(gradient);
   });
 }
 
@@ -229,11 +231,14 @@ struct Rounding {
     NamedTensors in_float32;
     run_golden(golden, wide, *world, &routing, nullptr, keep(in_float32));
     run_golden(golden, narrow, *world, nullptr, routing.get(), keep(run));
-    for (std::uint64_t i = 0; i < kNumNearby; ++i) {
+    // A factor is one number, which three runs may have alike by chance.
+    for (std::uint64_t i = 0; i < kNumNearbyInDoubt; ++i) {
       const Nearby nearby(run, scalar_type(narrow), i);
       NamedTensors other;
       run_golden(golden, narrow, *world, nullptr, routing.get(), keep(other), &nearby);
       note_nearby(run, other);
+      for (const auto& [name, value] : run.tensors)
+        if (is_bounded(name)) run.off[name].push_back((other[name] - value).to(at::kDouble));
     }
     set_noise(run, scalar_type(narrow));
     routing->forget_flips();
@@ -309,7 +314,7 @@ VerifyReport verify_golden(const Golden& golden) {
   std::optional<Rounding> rounding;
   if (golden.replays()) {
     rounding.emplace(golden);
-    expected.noise = rounding->run.noise;
+    expected.noise = rounding->run.noise, expected.off = rounding->run.off;
   }
   Findings findings(shape.num_ranks(), expected, golden.tolerance);
   launch_for(report, config, [&](comm::Group& world) {
@@ -319,6 +324,7 @@ VerifyReport verify_golden(const Golden& golden) {
   });
   report.add(findings, shape);
   if (rounding) report.add_flips(*rounding->routing);
+  report.num_vague = findings.num_vague();
   return report;
 }
 

@@ -96,8 +96,8 @@ double Mismatch::ratio() const { return ratio_of(error, allowed); }
 
 std::string Mismatch::describe(const MeshShape& mesh) const {
   std::ostringstream os;
-  os << tensor << ": |delta| = " << error << ", allowed " << allowed << "; worst on rank "
-     << worst_rank;
+  os << tensor << ": |delta| = " << error << (along ? " along the reference" : "") << ", allowed "
+     << allowed << "; worst on rank " << worst_rank;
   if (worst_batch >= 0) os << " at batch " << worst_batch << ", position " << worst_position;
   os << "; factor by rank";
   for (double f : factors) os << ' ' << (std::isnan(f) ? "-" : detail::concat(f));
@@ -153,9 +153,23 @@ Findings::Finding Findings::judge_unit(const RankTensor& tensor,
   }
   // Nothing is known of a reference that is not finite: no value may pass for it.
   if (tensor.exact || !std::isfinite(allowed)) allowed = 0;
-  return {.error = std::isfinite(error) ? error : INFINITY,
-          .allowed = allowed,
-          .factor = square > 0 ? inner_product(found, expected) / square : 1};
+  Finding of_all{.error = std::isfinite(error) ? error : INFINITY,
+                 .allowed = allowed,
+                 .factor = square > 0 ? inner_product(found, expected) / square : 1};
+  const auto off = reference_.off.find(tensor.name);
+  if (off == reference_.off.end() || static_cast<double>(expected.numel()) < kFewElements ||
+      !(square > 0))
+    return of_all;
+  // Noise of many elements is hardly along the reference, where a wrong weight shows.
+  double rounding = size_of(mine(noise->second) * expected);
+  for (const at::Tensor& one : off->second)
+    rounding = std::max(rounding, std::abs(inner_product(mine(one), expected)));
+  const double size = std::sqrt(square);
+  Finding part = of_all;
+  part.error = std::abs(of_all.factor - 1) * size, part.along = 1;
+  part.allowed = std::min(allowed, tolerance_ * size_of(whole) + kNoiseAllowed * rounding / size);
+  part.vague = of_all.vague = part.allowed > size / 2 ? 1 : 0;
+  return part.ratio() > of_all.ratio() ? part : of_all;
 }
 
 Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
@@ -163,7 +177,7 @@ Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
   const at::Tensor value = tensor.value.to(at::kDouble);
   MOESH_CHECK(value.sizes() == sizes, "parity: rank ", rank, " has ", value.sizes(), " of '",
               tensor.name, "', where the reference has ", sizes);
-  if (tensor.movement && tensor.movement->by_expert && value.size(0) > 0) {
+  if ((tensor.by_expert || (tensor.movement && tensor.movement->by_expert)) && value.size(0) > 0) {
     Finding worst;
     for (std::int64_t e = 0; e < value.size(0); ++e) {
       const Finding found = judge_unit(tensor, [e](const at::Tensor& t) { return t[e]; }, value);
@@ -228,7 +242,8 @@ std::vector<Mismatch> Findings::collect() const {
       m.factors[r] = f.factor;
       if (f.ratio() <= worst) continue;
       worst = f.ratio();
-      m.error = f.error, m.allowed = f.allowed, m.worst_rank = static_cast<int>(r);
+      m.error = f.error, m.allowed = f.allowed, m.along = f.along != 0,
+      m.worst_rank = static_cast<int>(r);
       m.worst_batch = static_cast<std::int64_t>(f.batch),
       m.worst_position = static_cast<std::int64_t>(f.position);
     }
@@ -264,6 +279,15 @@ std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
     found.push_back(std::move(m));
   }
   return found;
+}
+
+std::int64_t Findings::num_vague() const {
+  const std::lock_guard lock(mutex_);
+  std::int64_t count = 0;
+  for (size_t i = 0; i < reference_.tensors.size(); ++i)
+    count +=
+        std::ranges::any_of(by_rank_, [i](const auto& of_rank) { return of_rank[i].vague != 0; });
+  return count;
 }
 
 Findings::Worst Findings::worst() const {

@@ -23,6 +23,9 @@ struct NamedTensors {
   /// The noise of rounding in each element, and the factor of its error before they are
   /// compared (see noise.h); none: not known, and one.
   std::map<std::string, at::Tensor> noise = {}, weight = {};
+  /// By how much some runs that may be as right were off, with signs: what rounding does to the
+  /// factor of a tensor; none: not known.
+  std::map<std::string, std::vector<at::Tensor>> off = {};
   const at::Tensor& operator[](const std::string& name) const;
 };
 
@@ -68,6 +71,7 @@ struct RankTensor {
   /// What |ref| is taken for at least: the size of the terms of a sum that may cancel.
   double floor = 0;
   std::optional<Movement> movement = {};
+  bool by_expert = false;  // as that of a movement
 };
 
 /// The box of a tensor that a region names.
@@ -77,6 +81,7 @@ at::Tensor slice(at::Tensor x, const Region& region);
 struct Mismatch {
   std::string tensor;
   double error = 0, allowed = 0;  // |delta|, and what the tolerance allows
+  bool along = false;             // of delta only the part along the reference, |factor - 1| |ref|
   /// <g, g_ref> / <g_ref, g_ref> on what each rank has; 1 is right. NaN: this rank has none of it.
   std::vector<double> factors;
   /// Means of the factors over the ranks of an axis, where each is the same all along that axis.
@@ -108,10 +113,13 @@ class Findings {
     std::string tensor;
   };
   Worst worst() const;
+  /// Tensors whose noise allows an error of more than half of their size along themselves.
+  std::int64_t num_vague() const;
 
  private:
   struct Finding {
-    double error = 0, allowed = 0, factor = 1, batch = -1, position = -1;
+    double error = 0, allowed = 0, along = 0, vague = 0;
+    double factor = 1, batch = -1, position = -1;
     double compared = 0;  // 1: by this rank
     double ratio() const;
   };
