@@ -271,7 +271,7 @@ TEST(Fitted, FindsSizesOfWholeTiles) {
     EXPECT_EQ(model_values(fitted(config, {})), model_values(config)) << model;
     for (const MeshShape& mesh : {MeshShape{.tp = 3, .ep = 3}, MeshShape{.tp = 4, .etp = 4},
                                   MeshShape{.dp_shard = 5, .etp = 5}})
-      EXPECT_NO_THROW(fitted(config, mesh)) << model << " on " << mesh.describe();
+      EXPECT_NO_THROW(fitted(config, {mesh})) << model << " on " << mesh.describe();
   }
 }
 
