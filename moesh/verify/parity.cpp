@@ -85,11 +85,19 @@ std::int64_t step_of(const std::string& name) {
 }
 
 double typical_gradient(const NamedTensors& run, std::int64_t step) {
-  double squares = 0;
-  int count = 0;
-  for (const auto& [name, value] : run.tensors)
-    if (is_gradient(name) && step_of(name) == step) squares += std::pow(size_of(value), 2), ++count;
-  return std::sqrt(squares / std::max(1, count));
+  struct Mean {
+    double squares = 0;
+    int count = 0;
+    void add(double square) { squares += square, ++count; }
+    double root() const { return std::sqrt(squares / std::max(1, count)); }
+  } own, all;
+  for (const auto& [name, value] : run.tensors) {
+    if (!is_gradient(name)) continue;
+    const double square = std::pow(size_of(value), 2);
+    all.add(square);
+    if (step_of(name) == step) own.add(square);
+  }
+  return all.root() < own.root() ? all.root() : own.root();  // also where the first is NaN
 }
 
 double Mismatch::ratio() const { return ratio_of(error, allowed); }

@@ -37,7 +37,8 @@ std::int64_t step_of(const std::string& name);
 
 double size_of(const at::Tensor& x);
 
-/// The mean size of a gradient of one step: the root of the mean square of their norms.
+/// The mean size of a gradient of one step (the root of the mean square of their norms), or of all
+/// steps where that is less: a later step may be anything, and not even finite.
 double typical_gradient(const NamedTensors& run, std::int64_t step = 0);
 
 /// How many times its noise a tensor may be off: a mesh rounds at other places than one rank, and
