@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 
 #include "moesh/base/error.h"
@@ -13,6 +14,8 @@
 namespace moesh::estimate {
 namespace {
 
+// Layers of the shortest model to which both kinds are added.
+constexpr int kShortest = 6;
 const std::pair kSumOverTp(std::string("tp"), comm::Collective::all_reduce);
 
 // The first layers of a model, by whether each is a mixture.
@@ -21,21 +24,44 @@ struct Short {
   std::vector<bool> is_moe;
 };
 
-// Where the number of dense layers is a key, it is set as well.
+// Whether short models have so many dense layers first. Others name the layers of each kind: they
+// do where their own rule adds only one kind to a short model.
+template <class Config>
+bool begins_with_dense(const Config& c) {
+  if constexpr (requires { c.num_dense_layers; }) return true;
+  if constexpr (requires { c.mlp_only_layers; } || requires { c.moe_layers; })
+    return c.plan().is_moe(kShortest) == c.plan().is_moe(kShortest + 1);
+  return false;
+}
+
+template <class Config>
+void set_dense(Config& c, std::int64_t num_dense) {
+  std::vector<std::int64_t> layers(static_cast<size_t>(c.num_layers));
+  std::iota(layers.begin(), layers.end(), 0);
+  const auto first_moe = layers.begin() + std::min(num_dense, c.num_layers);
+  if constexpr (requires { c.num_dense_layers; })
+    c.num_dense_layers = num_dense;
+  else if constexpr (requires { c.mlp_only_layers; })
+    c.sparse_step = 1, c.mlp_only_layers = {layers.begin(), first_moe};
+  else if constexpr (requires { c.moe_layers; })
+    c.moe_layers = {first_moe, layers.end()};
+}
+
 Short shortened(const models::AnyConfig& full, int num_layers, int num_dense) {
   Short s{full, {}};
   std::visit(
       [&](auto& c) {
+        const bool dense_first = begins_with_dense(c);
         c.num_layers = num_layers;
-        if constexpr (requires { c.num_dense_layers; }) c.num_dense_layers = num_dense;
+        if (dense_first) set_dense(c, num_dense);
         for (int i = 0; i < num_layers; ++i) s.is_moe.push_back(c.plan().is_moe(i));
       },
       s.architecture);
   return s;
 }
 
-bool has_dense_key(const models::AnyConfig& full) {
-  return std::visit([](const auto& c) { return requires { c.num_dense_layers; }; }, full);
+bool begins_with_dense(const models::AnyConfig& full) {
+  return std::visit([](const auto& c) { return begins_with_dense(c); }, full);
 }
 
 // After how many layers a model begins anew: where some see all keys and others a window, or have a
@@ -59,12 +85,13 @@ std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape&
   int num_dense = 0;
   for (const bool is_moe : shape.is_moe) num_dense += !is_moe;
   std::vector<Short> all;
-  if (has_dense_key(full) && num_dense > 0) {
+  if (begins_with_dense(full) && num_dense > 0) {
     for (const auto& [layers, dense] : {std::pair{4, 4}, {5, 5}, {5, 1}, {6, 1}})
       all.push_back(shortened(full, layers, dense));
   } else {
     const bool is_uniform = num_dense == 0 || num_dense == num;
-    const int step = is_uniform ? period(shape) : 1, first = is_uniform ? (3 / step + 1) * step : 6;
+    const int step = is_uniform ? period(shape) : 1,
+              first = is_uniform ? (3 / step + 1) * step : kShortest;
     for (int k = first; k <= first + (is_uniform ? 1 : 2) * step; k += step)
       all.push_back(shortened(full, k, 0));
   }

@@ -266,9 +266,10 @@ Config with_sensible_sizes(const Config& config, const Cluster& cluster,
   const std::int64_t longest = models::facts(config.model.architecture).max_sequence;
   choose(kLength, std::min<std::int64_t>(4096, longest));
   // A multiple of all GPUs, so that every mesh has its micro-batches, and millions of tokens.
-  const std::int64_t num = cluster.num_gpus();
+  const std::int64_t num = cluster.num_gpus(), batch = config.data.batch_size,
+                     least = std::max<std::int64_t>(8, (1024 + num - 1) / num);
   if (!is_set(config, "training.gradient_accumulation_steps"))
-    choose(kGlobalBatch, num * std::max<std::int64_t>(8, (1024 + num - 1) / num));
+    choose(kGlobalBatch, num * ((least + batch - 1) / batch * batch));
   return changed(config, settings);
 }
 

@@ -87,6 +87,36 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
     }
 }
 
+// Also where its dense layers are the first, or named.
+TEST(Profile, HasEachKindOfLayerOfEveryModel) {
+  const Cluster cluster = parse_cluster("h100x2:1");
+  std::vector<Config> configs;
+  for (const std::string& name : models::model_names())
+    configs.push_back(load_args({"--model=" + name + ":tiny"}));
+  const auto change = [&](const std::string& name, const auto& f) {
+    models::AnyConfig model = models::built_in(name, "debug");
+    std::visit([&](auto& c) { f(c); }, model);
+    configs.push_back(changed(load_args({"--model=" + name + ":debug"}), {},
+                              config::RequestedModel{model, "test"}));
+  };
+  change("llama4", [](auto& c) {
+    if constexpr (requires { c.moe_layers; }) c.moe_layers = {c.num_layers - 1};
+  });
+  change("qwen3_moe", [](auto& c) {
+    if constexpr (requires { c.mlp_only_layers; }) c.mlp_only_layers = {c.num_layers - 1};
+  });
+  for (const Config& c : configs) {
+    const Config on_two = changed(c, {{"training.dtype", std::string("bfloat16"), {"test"}},
+                                      {"training.device", std::string("cuda"), {"test"}}});
+    Profiler profiler(on_two);
+    const MeshShape mesh{.dp_shard = 2};
+    const Profile profile = profiler.on(mesh);
+    for (const bool is_moe : model_shape(on_two).is_moe)
+      EXPECT_GT(profile.layers.at(is_moe).dense.weights, 0) << c.model.name;
+    EXPECT_GT(step_time(profiler, cluster, mesh, {"1f1b"}).total, 0) << c.model.name;
+  }
+}
+
 TEST(Profile, FlopsAreThoseOfTheModel) {
   for (const Args& model : {Args{"deepseek_v3:debug"}, Args{"gpt_oss:tiny"}, Args{"llama4:tiny"},
                             Args{"glm4_moe:debug", "--model.num_mtp_layers=2"}}) {
