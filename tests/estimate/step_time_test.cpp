@@ -517,6 +517,9 @@ TEST(SearchTime, ChoosesSizesThatNobodyHasSet) {
                                 "--data.sequence_length=32", "--training.global_batch_size=48"});
   with_sensible_sizes(set, cluster, chosen);
   EXPECT_TRUE(chosen.empty());
+  const Config seven =
+      with_sensible_sizes(load_args({"--model=mixtral:debug"}), assumed_cluster(7), chosen);
+  EXPECT_EQ(seven.training.global_batch_size % (7 * seven.data.batch_size), 0);
   const Config tiny = with_sensible_sizes(load_args({"--model=qwen3_moe:tiny"}), cluster, chosen);
   EXPECT_EQ(tiny.data.sequence_length, models::facts(tiny.model.architecture).max_sequence);
 }
