@@ -226,12 +226,20 @@ MeshShape smallest(const MeshShape& mesh) {
   return s.validated();
 }
 
-config::Settings one_micro_batch(const MeshShape& mesh) {
+// Short models have the cut of sequences that the whole one has.
+config::Settings one_micro_batch(const Config& config, const MeshShape& mesh) {
   config::Settings settings = config::mesh_settings(mesh, "estimate");
   settings.push_back({"training.global_batch_size", std::int64_t{0}, {"estimate"}});
   settings.push_back({"training.gradient_accumulation_steps", std::int64_t{1}, {"estimate"}});
   settings.push_back({"checkpoint.enable", false, {"estimate"}});
   settings.push_back({"parallelism.overlap_experts", false, {"estimate"}});
+  if (mesh.cp > 1) {
+    const auto sees = models::attention_options(config.model.architecture);
+    const bool balanced = sequence_cut(config, sees, mesh.cp) == SequenceCut::balanced;
+    settings.push_back({"parallelism.context_parallel_cut",
+                        std::string(balanced ? "balanced" : "contiguous"),
+                        {"estimate"}});
+  }
   return settings;
 }
 
@@ -315,7 +323,7 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
   const std::vector<Short> models = short_models(config_.model.architecture, shape_);
   std::vector<PartProfile> whole;
   double held = 0;  // from forward to backward, by the last of them
-  config::Settings settings = one_micro_batch(small);
+  config::Settings settings = one_micro_batch(config_, small);
   settings.push_back(
       {"parallelism.pipeline_parallel_layers_per_stage", std::string(), {"estimate"}});
   for (const Short& m : models) {
@@ -358,7 +366,7 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
                                : stages == Stages::after_all ? "gpipe"
                                                              : "1f1b";
   const auto run = [&](int stage, int num_layers, int num_dense) {
-    auto settings = one_micro_batch(three_stages);
+    auto settings = one_micro_batch(config_, three_stages);
     const auto set = [&](const char* name, const std::string& value) {
       settings.push_back({name, value, {"estimate"}});
     };

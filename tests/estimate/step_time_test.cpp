@@ -510,7 +510,7 @@ TEST(SearchTime, ChoosesSizesThatNobodyHasSet) {
   EXPECT_EQ(c.training.dtype, "bfloat16");
   EXPECT_EQ(c.training.device, "cuda");
   EXPECT_EQ(c.data.sequence_length, 4096);
-  EXPECT_EQ(c.training.global_batch_size, 24 * 43) << "at least 1024, a multiple of 24";
+  EXPECT_EQ(c.training.global_batch_size, 24 * 44) << "at least 1024, a multiple of 24 x 2";
   EXPECT_EQ(chosen.size(), 4u);
   chosen.clear();
   const Config set = load_args({"--model=qwen3_moe:tiny", "--dtype=float32", "--device=cpu",
