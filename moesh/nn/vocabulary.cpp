@@ -9,6 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/label.h"
+#include "moesh/kernels/meta/dry_run.h"
 #include "moesh/kernels/rowwise.h"
 #include "moesh/nn/later.h"
 #include "moesh/spmd/tensor.h"
@@ -117,9 +118,22 @@ class LossFunction : public torch::autograd::Function<LossFunction> {
   }
 };
 
-// Rows of the weights, whose gradient is left for later: nothing waits for it, and until then the
-// rows' own gradients are kept, which are much smaller. `anchor` leads backward here.
-class LateEmbedding : public torch::autograd::Function<LateEmbedding> {
+// A frequent word has as many terms as it has places, most of which bfloat16 would lose. CUDA's
+// kernels sum in float32 anyway.
+at::Tensor gradient_of_rows(const at::Tensor& dy, const at::Tensor& index, std::int64_t size) {
+  const auto sum = [&](const at::Tensor& terms) {
+    return at::embedding_backward(terms, index, size, /*padding_idx=*/-1,
+                                  /*scale_grad_by_freq=*/false, /*sparse=*/false);
+  };
+  const auto device = dy.is_meta() ? kernels::meta::modelled_device() : dy.device().type();
+  if (device != at::kCPU) return sum(dy);
+  return sum(dy.to(wide_dtype(dy.scalar_type()))).to(dy.scalar_type());
+}
+
+// Rows of the weights. Nothing waits for their gradient, so it may be left for later (to the sink):
+// until then the rows' own gradients are kept, which are much smaller. `anchor` leads backward
+// here.
+class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*anchor*/,
                             const at::Tensor& weight_VD, const at::Tensor& index,
@@ -133,11 +147,11 @@ class LateEmbedding : public torch::autograd::Function<LateEmbedding> {
                                                  torch::autograd::variable_list grads) {
     const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
         context->saved_data["sink"].toCapsule());
-    sink->leave([sink, index = context->saved_data["index"].toTensor(),
-                 size = context->saved_data["size"].toInt(), dy = grads[0]] {
-      sink->give({at::embedding_backward(dy, index, size, /*padding_idx=*/-1,
-                                         /*scale_grad_by_freq=*/false, /*sparse=*/false)});
-    });
+    const auto gradient = [index = context->saved_data["index"].toTensor(),
+                           size = context->saved_data["size"].toInt(),
+                           dy = grads[0]] { return gradient_of_rows(dy, index, size); };
+    if (sink->is_empty()) return {{}, gradient(), {}, {}};
+    sink->leave([sink, gradient] { sink->give({gradient()}); });
     return {{}, {}, {}, {}};
   }
 };
@@ -145,8 +159,8 @@ class LateEmbedding : public torch::autograd::Function<LateEmbedding> {
 at::Tensor rows_of(const at::Tensor& weight_VD, const at::Tensor& index) {
   const at::Tensor anchor = at::zeros({0}, weight_VD.options()).requires_grad_(true);
   const auto sink = raw::sink_for(anchor, {weight_VD});
-  return sink->is_empty() ? at::embedding(weight_VD, index)
-                          : LateEmbedding::apply(anchor, weight_VD.detach(), index, sink);
+  if (sink->is_empty()) return EmbeddingFunction::apply(anchor.detach(), weight_VD, index, sink);
+  return EmbeddingFunction::apply(anchor, weight_VD.detach(), index, sink);
 }
 
 }  // namespace

@@ -211,6 +211,18 @@ TEST(Embedding, IsLibTorchsOnEveryCutOfTheVocabulary) {
   }
 }
 
+// A word that comes 3,000 times: in bfloat16 a sum of ones ends at 256.
+TEST(Embedding, SumsTheGradientOfAFrequentWordInAWiderType) {
+  over_vocabulary(1, 7, [](std::int64_t, std::int64_t) {
+    const nn::Embedding embedding("words", 7, 3, at::kBFloat16, test_device(), {});
+    const auto ids = at::full({2, 1500}, 4, at::TensorOptions(at::kLong).device(test_device()));
+    local(embedding(ids)).sum().backward();
+    const at::Tensor g = embedding.weight().stored().value.grad().cpu().to(at::kDouble);
+    EXPECT_NEAR(g[4][1].item<double>(), 3000, 3000 * 0x1p-8);
+    EXPECT_EQ(g.sum(1).count_nonzero().item<std::int64_t>(), 1);
+  });
+}
+
 // A rank may have no token; one that has a single wrong one is told so.
 TEST(Embedding, TakesNoTokenAndRefusesAWrongOne) {
   over_vocabulary(2, 7, [](std::int64_t, std::int64_t) {
