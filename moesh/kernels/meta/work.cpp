@@ -147,10 +147,14 @@ struct Running : at::ObserverContext {
   bool has_children = false;  // that are no views
 };
 
-// The operations that run now, from the outermost on.
-std::vector<Running*>& running() {
-  static thread_local std::vector<Running*> all;
-  return all;
+// LibTorch calls the callbacks with nothing of ours, in the thread of the operation.
+struct Watched {
+  std::vector<Running*> running;                // now, from the outermost on
+  std::unordered_map<std::string, Role> known;  // by the names of operations
+};
+Watched& watched() {
+  static thread_local Watched mine;
+  return mine;
 }
 
 double extent(const at::Tensor& t, std::int64_t dim) { return static_cast<double>(t.size(dim)); }
@@ -177,7 +181,7 @@ void note_fused_attention(c10::ArrayRef<const c10::IValue> in, bool is_backward)
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& f) {
-  static thread_local std::unordered_map<std::string, Role> known;
+  auto& known = watched().known;
   auto context = std::make_unique<Running>();
   const auto op = f.operator_name();
   if (op) {
@@ -189,7 +193,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& f) {
       context->role = known[std::move(key)] = role_of(*handle);
     }
   }
-  running().push_back(context.get());
+  watched().running.push_back(context.get());
   if (context->role == Role::none) return context;
   const auto in = inputs_of(f);
   const std::size_t skipped = context->role == Role::overwrite ? 1 : 0;
@@ -205,9 +209,10 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& f) {
 
 void end(const at::RecordFunction& f, at::ObserverContext* context) {
   const auto& self = *static_cast<Running*>(context);
-  running().pop_back();
+  watched().running.pop_back();
   const bool counts = self.role != Role::none;
-  if (!running().empty() && (counts || self.has_children)) running().back()->has_children = true;
+  if (!watched().running.empty() && (counts || self.has_children))
+    watched().running.back()->has_children = true;
   if (!counts || self.role == Role::attention || self.role == Role::attention_backward) return;
   double bytes = self.bytes;
   for (const auto& out : f.outputs()) bytes += bytes_of(out);
