@@ -211,7 +211,7 @@ void print(const TimeSearch& r, const Asked& a, const Config& config, double lim
   }
   std::printf(
       "\nbatch is data.batch_size, micro the micro-batches of a step, rows the dispatcher, with + "
-      "behind the work\nof another micro-batch (parallelism.overlap_experts); alike counts what was "
+      "behind\nthe work of another micro-batch (parallelism.overlap_experts); alike counts what was "
       "found within a per cent of a\nrow, which shows the simplest mesh of these.\n");
 }
 

@@ -11,7 +11,7 @@ using kernels::meta::KernelWork, kernels::meta::WorkKind, kernels::meta::WorkLed
 
 /// Seconds of a kernel, on a GPU that does nothing else.
 double seconds(const KernelWork& work, const Cluster& gpu);
-/// Of a pass over so many bytes of parameters.
+/// The seconds of a pass over so many bytes of parameters.
 double seconds_of_large_pass(double bytes, const Cluster& gpu);
 
 /// Seconds of a GPU, by what it does.

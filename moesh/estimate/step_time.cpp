@@ -77,7 +77,7 @@ struct Setting {
   double in_pairs = 0;  // the part of the micro-batches which have another one beside them
   bool moves_parameters = true;
 
-  // Of an odd number the last has none.
+  // The last of an odd number has none.
   static double pairs(bool overlaps, const MeshShape& mesh, std::int64_t num_micro) {
     if (!overlaps || mesh.pp > 1 || mesh.ep * mesh.etp == 1) return 0;
     return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);

@@ -222,7 +222,7 @@ Moving<Full> start_seen_positions(const Full& x, const Tokens& tokens, const Att
 }
 
 double num_visible(const PositionRange& queries, const AttentionOptions& o) {
-  // Of the first n queries of a chunk.
+  // Pairs of the first n queries of a chunk.
   const auto of_chunk = [&](std::int64_t n) {
     const std::int64_t rising = o.window > 0 ? std::min(n, o.window) : n;
     return static_cast<double>(rising) * static_cast<double>(rising + 1) / 2 +

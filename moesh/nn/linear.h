@@ -143,7 +143,7 @@ class Weight {
     return lora_ ? lora_->added_to(w) : w;
   }
   const Param<W>& weight() const { return weight_; }
-  /// Of the weight, not of what LoRA adds.
+  /// The products of the weight, not of what LoRA adds.
   const OwnProducts& products() const { return products_; }
   Stored& stored() { return weight_.stored(); }
   bool has_lora() const { return lora_.has_value(); }

@@ -29,7 +29,7 @@ std::string label(const Action& action, bool with_stage) {
   const std::string full = to_string(action);
   return with_stage ? full : full.substr(0, 1) + std::to_string(action.micro_batch);
 }
-// Of two that are joined, as one.
+// Two that are joined count as one.
 std::string label(const std::vector<Timed>& list, size_t i, bool with_stage) {
   const std::string first = label(list[i].action, with_stage);
   return list[i].action.joins_next ? first + "&" + label(list[i + 1].action, with_stage) : first;

@@ -74,7 +74,7 @@ struct LeftOut {
   /// In words, for one line.
   std::string describe() const;
 };
-/// Of a run of so many steps, without against_float64.
+/// What a run of so many steps leaves out, without against_float64.
 LeftOut left_out(const NamedTensors& run, std::int64_t steps);
 
 /// The noise of parameters and of their movements follows from that of the gradients: it is what

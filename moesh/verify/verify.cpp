@@ -383,7 +383,7 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   Findings findings(shape.num_ranks(), reference);
   auto& routing = const_cast<VerifyReference&>(reference).routing;
   for (const auto& step : routing) step->forget_flips();
-  // Of a step that is lost, scores are noise in any dtype.
+  // Scores of a step that is lost are noise in any dtype.
   const std::int64_t first_replayed = c.replays() ? 0 : first_lost(reference).value_or(c.steps);
   // Each process has its own reference, and CPUs may differ: all go by the worst of them.
   double mine = 0, unexplained = 0;

@@ -66,7 +66,7 @@ struct VerifyReport {
   bool is_first = false;  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
-  /// Of a golden file in bfloat16: the tensors that rounding may change by half, along themselves.
+  /// With a golden file in bfloat16: tensors that rounding may change by half, along themselves.
   std::int64_t num_vague = 0;
   double worst_ratio = 0;         // the largest |delta| / allowed, of all processes
   std::string worst_tensor = {};  // which has it

@@ -40,8 +40,8 @@ void note_pass(std::initializer_list<at::Tensor> tensors) {
 ExpertsWork work_of_experts(std::int64_t num_rows, const at::Tensor& w1_eFD) {
   const auto R = static_cast<double>(num_rows), e = static_cast<double>(w1_eFD.size(0)),
              F = static_cast<double>(w1_eFD.size(1)), D = static_cast<double>(w1_eFD.size(2));
-  // Of all rows with `num` of the three matrices of an expert; `numbers` is what else it reads and
-  // writes.
+  // A product of all rows with `num` of the three matrices of an expert; `numbers` is what else it
+  // reads and writes.
   const auto product = [&](double num, double numbers) {
     return KernelWork{WorkKind::experts, 2 * num * R * D * F, kSize * (numbers + num * e * D * F),
                       2 * num * kHalfSlab * e * D * F};
