@@ -231,8 +231,7 @@ TEST(StepTime, CountsTheAttentionOfTheLongestRank) {
       << "auto: only a window";
 }
 
-// Of what cp ranks exchange, that of half the heads travels behind attention of the others; latents
-// do not.
+// Half of what cp ranks exchange travels behind attention of the other heads; latents do not.
 TEST(StepTime, KeysOfHalfTheHeadsTravelBehindAttention) {
   const auto exposed = [](const Args& more, double bandwidth) {
     Cluster cluster = parse_cluster("h100x8:1");
