@@ -1,6 +1,7 @@
 #include "moesh/verify/verify.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -333,6 +334,9 @@ class OneRank {
           result.tensors.emplace_back(t.name, (t.tokens ? value.flatten(0, 1) : value).clone());
         },
         nearby);
+    // Ranks compare with these tensors on streams of their own.
+    if (const at::Device d = result.tensors.back().second.device(); !d.is_cpu())
+      c10::impl::VirtualGuardImpl(d.type()).synchronizeDevice(d.index());
     return result;
   }
 
