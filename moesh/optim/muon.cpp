@@ -16,14 +16,16 @@
 namespace moesh::optim {
 namespace {
 
-// Five steps of x <- a x + (b x x' + c (x x')^2) x for each matrix of a stack [count, n, m]:
+constexpr int kNumSteps = 5;
+
+// So many steps of x <- a x + (b x x' + c (x x')^2) x for each matrix of a stack [count, n, m]:
 // singular values go to about 1.
 at::Tensor orthogonal(const at::Tensor& stack) {
   constexpr double a = 3.4445, b = -4.7750, c = 2.0315, kEps = 1e-7;
   const bool is_tall = stack.size(1) > stack.size(2);
   at::Tensor x = is_tall ? stack.transpose(1, 2) : stack;
   x = x.div(x.norm(2, {1, 2}, /*keepdim=*/true).clamp_min(kEps));
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < kNumSteps; ++i) {
     const at::Tensor gram = x.bmm(x.transpose(1, 2));
     x = at::baddbmm(x, at::baddbmm(gram, gram, gram, b, c), x, a);
   }
@@ -62,9 +64,11 @@ struct Matrices {
     if (is_stack) return shard[k - r.start[0]];
     return shard.narrow(0, k * n + part(r, k).row - r.start[0], part(r, k).rows);
   }
+  /// FLOPs of orthogonal() for one of them.
   double cost() const {
-    const auto least = static_cast<double>(std::min(n, m));
-    return static_cast<double>(n * m) * least;
+    const auto least = static_cast<double>(std::min(n, m)),
+               most = static_cast<double>(std::max(n, m));
+    return kNumSteps * 2 * least * least * (2 * most + least);
   }
 
   bool is_stack;
@@ -239,6 +243,11 @@ void MuonConfig::validate() const {
 }
 
 bool is_for_muon(const Stored& w) { return w.spec.is_matrix && w.spec.shape.size() >= 2; }
+
+double muon_flops(const Stored& w, bool by_head) {
+  const Matrices matrices(w, by_head);
+  return static_cast<double>(matrices.count) * matrices.cost();
+}
 
 Muon::Muon(const MuonConfig& config) : config_(config) { config_.validate(); }
 
