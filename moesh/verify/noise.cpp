@@ -372,17 +372,26 @@ double roundings_in_float64(at::ScalarType dtype) {
 
 bool is_bounded(const std::string& name) { return name.starts_with("d(") || name == "logits"; }
 
-// Whether one rounding changes half of it. A sum that cancels is zero in float64, and stays so.
-bool is_decided(const NamedTensors& run, const NamedTensors& in_float64, const std::string& name) {
-  const double bound = size_of(in_float64.noise.at(name)), right = size_of(in_float64[name]),
-               one_rounding = std::max(size_of(run.noise.at(name)), bound / kMostRoundings);
-  return is_gradient(name) && bound > right / 2 && one_rounding > size_of(run[name]) / 2 &&
-         right > roundoff(at::kFloat) * typical_gradient(in_float64);
+// Whether rounding decides how large some gradient is: where it only turns one, or moves some of
+// its elements, the size stays about the same. A few may be small by chance.
+bool decides_sizes(const std::vector<NamedTensors>& runs) {
+  const auto& first = runs.front().tensors;
+  return std::ranges::any_of(first, [&](const auto& tensor) {
+    if (!tensor.first.starts_with("d(") || tensor.second.numel() < kFewElements) return false;
+    double least = INFINITY, most = 0;
+    for (const NamedTensors& run : runs) {
+      const double size = size_of(run[tensor.first]);
+      least = std::min(least, size), most = std::max(most, size);
+    }
+    return most > 2 * least;
+  });
 }
 
 AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                const NamedTensors& in_float64) {
   AgainstFloat64 found;
+  const bool are_sizes_decided = decides_sizes(runs);
+  const double typical = typical_gradient(in_float64);
   for (const auto& [name, value] : in_float64.tensors) {
     if (!is_bounded(name)) continue;
     const at::Tensor right = value.to(at::kDouble);
@@ -398,7 +407,10 @@ AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::Scalar
     }
     const bool may_be_anything = bound > size_of(right) / 2 && std::isfinite(m.error);
     found.num_that_may_be_anything += may_be_anything;
-    if (is_decided(runs.front(), in_float64, name)) found.decided.push_back(name);
+    // A sum that cancels is zero in float64, and stays so.
+    if (may_be_anything && are_sizes_decided && is_gradient(name) &&
+        size_of(right) > roundoff(at::kFloat) * typical)
+      found.decided.push_back(name);
     if (m.error > m.allowed && !may_be_anything) found.unexplained.push_back(std::move(m));
   }
   return found;

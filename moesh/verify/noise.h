@@ -95,10 +95,10 @@ void set_movement_noise(NamedTensors& run, const config::Config& one_rank, std::
 struct AgainstFloat64 {
   std::vector<Mismatch> unexplained;
   std::int64_t num_that_may_be_anything = 0;
-  /// Gradients of these of which one rounding of the weights changes half. A softmax of large
-  /// logits has such: where it turns from one key to another, and hardly elsewhere, gradients grow
-  /// a hundredfold, so no few runs tell how large they may be. A sum that cancels is none: it is
-  /// zero in float64, and stays so.
+  /// The gradients among these, where the runs have some gradient of twice the size of others. A
+  /// softmax of large logits makes such: where it turns from one key to another, and hardly
+  /// elsewhere, gradients grow a hundredfold, so no few runs tell how large they may be. A sum that
+  /// cancels is none: it is zero in float64, and stays so.
   std::vector<std::string> decided;
 };
 /// Compares nothing of these gradients, in any step, nor of norms that may be anything with them.
