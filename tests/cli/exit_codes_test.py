@@ -67,9 +67,10 @@ def stopped(tmp, moesh):
 
 def stopped_at_once(tmp, moesh):
     """A signal counts from the first moments on, long before the run is made."""
-    for number in signal.SIGTERM, signal.SIGINT:
+    for number, before in (signal.SIGTERM, []), (signal.SIGINT, ["--log-level", "info"]), \
+                          (signal.SIGHUP, ["--log-level=warn"]):
         process = subprocess.Popen(
-            [moesh, *RUN, "--steps=1000000", "--max-minutes=5", f"--metrics.folder={tmp}/{number}"],
+            [moesh, *before, *RUN, "--steps=1000000", "--max-minutes=5", f"--metrics.folder={tmp}/{number}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         nanoseconds = pathlib.Path(f"/proc/{process.pid}/schedstat")
         while int(nanoseconds.read_text().split()[0]) < 40_000_000:  # LibTorch takes longer
