@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "moesh/cli/program.h"
-#include "moesh/train/stop.h"
 
 namespace {
 
@@ -29,21 +28,11 @@ void start_without_spinning(char** argv, char** environment) {
   execve("/proc/self/exe", argv, variables.data());  // returns where it cannot: then threads spin
 }
 
-// Before the command there may be --log-level.
-bool is_training(int argc, char** argv) {
-  constexpr std::string_view kLogLevel = "--log-level";
-  int at = 1;
-  while (at < argc && std::string_view(argv[at]).starts_with(kLogLevel))
-    at += argv[at] == kLogLevel ? 2 : 1;
-  return at < argc && argv[at] == std::string_view("train");
-}
-
 // Some milliseconds after the process began, before the libraries are initialized, of which
 // LibTorch takes memory, and half a second on a busy machine.
 void begin(int argc, char** argv, char** environment) {
   start_without_spinning(argv, environment);
-  moesh::cli::end_with_sentences();
-  if (is_training(argc, argv)) moesh::train::catch_early_signals();
+  moesh::cli::begin_program(argc, argv);
 }
 
 using Call = void (*)(int, char**, char**);
