@@ -65,6 +65,26 @@ def stopped(tmp, moesh):
                                             code=4)
 
 
+def stopped_at_once(tmp, moesh):
+    """A signal counts from the first moments on, long before the run is made."""
+    for number, before in (signal.SIGTERM, []), (signal.SIGINT, ["--log-level", "info"]), \
+                          (signal.SIGHUP, ["--log-level=warn"]):
+        process = subprocess.Popen(
+            [moesh, *before, *RUN, "--steps=1000000", "--max-minutes=5", f"--metrics.folder={tmp}/{number}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        nanoseconds = pathlib.Path(f"/proc/{process.pid}/schedstat")
+        while int(nanoseconds.read_text().split()[0]) < 40_000_000:  # LibTorch takes longer
+            time.sleep(0.001)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 4, (process.returncode, said)
+        assert "stopped after 1 step:" in said, said
+    # What does not train ends as usual.
+    process = subprocess.Popen([moesh, "verify", "--sweep=8"], stdout=subprocess.DEVNULL)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == -signal.SIGTERM, process.returncode
+
+
 def diverged(tmp, moesh):
     said = train(moesh, tmp, "--steps=100", "--optimizer.lr=1e30", "--optimizer.eps=1e-30", code=5)
     assert "the run has diverged: 10 steps in a row" in said, said
