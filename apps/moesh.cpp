@@ -2,8 +2,8 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "moesh/cli/program.h"
@@ -14,20 +14,28 @@ namespace {
 // it keeps the very threads from running that it waits for (docs/performance.md, "Waiting").
 // libgomp reads its setting when it is loaded, before main: so the program starts itself once more
 // with it. What the user sets counts.
-void start_without_spinning(char** argv) {
-  if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
-  setenv("OMP_WAIT_POLICY", "passive", 1);
-  execv("/proc/self/exe", argv);  // returns where it cannot: then threads spin
+void start_without_spinning(char** argv, char** variables) {
+  std::vector<char*> more;
+  for (; *variables; ++variables) {
+    const std::string_view text = *variables;
+    if (text.starts_with("OMP_WAIT_POLICY=") || text.starts_with("GOMP_SPINCOUNT=")) return;
+    more.push_back(*variables);
+  }
+  char passive[] = "OMP_WAIT_POLICY=passive";
+  more.insert(more.end(), {passive, nullptr});
+  execve("/proc/self/exe", argv, more.data());  // returns where it cannot: then threads spin
 }
 
-// LibTorch takes memory before main, and this is called before LibTorch is.
+// Before the initialisers of LibTorch, which take memory, and a tenth of a second.
 using Call = void (*)(int, char**, char**);
 [[gnu::section(".preinit_array"), gnu::used]] const Call kBeforeLibraries =
-    [](int, char**, char**) { moesh::cli::end_with_sentences(); };
+    [](int, char** argv, char** variables) {
+      moesh::cli::end_with_sentences();
+      start_without_spinning(argv, variables);
+    };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  start_without_spinning(argv);
   return moesh::cli::run_program(std::vector<std::string>(argv + 1, argv + argc));
 }
