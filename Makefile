@@ -7,7 +7,8 @@
 JOBS ?= $(shell nproc)
 OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
   $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
-CTEST = ctest --output-on-failure --no-tests=error
+# With it the command does not start itself again to set it (apps/moesh.cpp).
+CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run check test long gpu asan tsan sanitize fuzz fuzz-cli mutate \
   soak verify test-settings wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu \

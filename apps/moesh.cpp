@@ -28,11 +28,11 @@ void start_without_spinning(char** argv, char** variables) {
 
 // Before the initialisers of LibTorch, which take memory, and a tenth of a second.
 using Call = void (*)(int, char**, char**);
-[[gnu::section(".preinit_array"), gnu::used]] const Call kBeforeLibraries =
-    [](int, char** argv, char** variables) {
-      moesh::cli::end_with_sentences();
-      start_without_spinning(argv, variables);
-    };
+[[gnu::section(".preinit_array"), gnu::used]] const Call kBeforeLibraries = [](int, char** argv,
+                                                                               char** variables) {
+  moesh::cli::end_with_sentences();
+  start_without_spinning(argv, variables);
+};
 
 }  // namespace
 

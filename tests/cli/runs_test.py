@@ -343,8 +343,8 @@ def mpi_warns_of_slow_saves(tmp, moesh_with_faults, mpirun):
             ("--checkpoint.async", "60", False), ("--checkpoint.async=false", "60", False))):
         folder = tmp / str(number)
         options = ["--mca", "odls_base_sigkill_timeout", limit] if limit else []
-        # Each of the files of a save takes 0.4 s to reach the disk.
-        env = {**os.environ, "MOESH_FAULTS": "sync .saving- 1 100000 sleep400"}
+        # Each of the files of a save takes 0.2 s to reach the disk.
+        env = {**os.environ, "MOESH_FAULTS": "sync .saving- 1 100000 sleep200"}
         done = subprocess.run(
             [mpirun, *options, "-n", "2", moesh_with_faults, "train", *TINY, "--steps=2",
              "--mesh=tp=2", "--checkpoint.enable", "--checkpoint.interval=1", mode,
