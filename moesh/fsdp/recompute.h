@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
@@ -29,10 +30,9 @@ std::vector<at::Tensor> recompute(
 std::optional<std::vector<at::Tensor>> recall(std::string_view what);
 void keep(std::string_view what, const std::vector<at::Tensor>& results);
 
-/// Stands for a result that the second run need not compute: one of the last before the end of f,
-/// whose values no gradient needs. It is NaN, without memory, so that a gradient which does need it
-/// shows.
-at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options);
+/// Whether a second run goes on, which makes the graph that backward takes. What no gradient needs,
+/// such as the last values before the end of f, can be not_computed (attach.h) there.
+bool is_second_run();
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own);
 }  // namespace raw

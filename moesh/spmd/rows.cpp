@@ -95,7 +95,7 @@ MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& row
               return sums;
             }};
   };
-  return AdjointPair{gather, sum};
+  return AdjointPair{.step = gather, .adjoint = sum, .sizes = {}};
 }
 
 }  // namespace moesh::raw
