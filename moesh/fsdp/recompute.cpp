@@ -24,6 +24,8 @@ struct Results {
     std::vector<at::Tensor> tensors;
   };
   std::deque<KeptResult> all;
+  std::deque<std::any> once;  // what was computed_once
+  at::Tensor coming;          // in the second run, the gradient of the first result
   bool keeps, is_second_run = false;
 };
 
@@ -87,6 +89,7 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
       const at::AutoGradMode enable(true);
       const ResultsScope scope(&body->kept);
       body->kept.is_second_run = true;
+      if (body->defined[0]) body->kept.coming = grads[0].contiguous();
       size_t next = 0;
       for (const auto& t : body->f(x, true)) {
         if (!t.defined()) continue;
@@ -94,6 +97,7 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
         if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
       }
     }
+    body->kept.coming.reset();
     MOESH_CHECK(body->kept.all.empty(), ErrorKind::internal,
                 "the second run of a recompute has not asked for ", body->kept.all.front().what,
                 ", which the first one kept; f must do the same in both");
@@ -127,6 +131,22 @@ void keep(std::string_view what, const std::vector<at::Tensor>& tensors) {
 bool is_second_run() {
   const Results* const results = current_results();
   return results && results->is_second_run;
+}
+
+at::Tensor coming_gradient() {
+  const Results* const results = current_results();
+  return results ? results->coming : at::Tensor();
+}
+
+std::any computed_once(const std::function<std::any()>& f) {
+  Results* const results = current_results();
+  if (!results) return f();
+  if (!results->is_second_run) return results->once.emplace_back(f());
+  MOESH_CHECK(!results->once.empty(), ErrorKind::internal,
+              "the second run of a recompute computes more of what is computed once");
+  std::any first = std::move(results->once.front());
+  results->once.pop_front();
+  return first;
 }
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {

@@ -134,11 +134,7 @@ MaybeAdjointPair move_rows(const at::Tensor& first, Axes axes,
     return std::nullopt;
   }
   const auto begins = [group](const auto& to, const auto& from) -> Begin {
-    return [=](const Tensors& rows) {
-      return SentStep{
-          group->start_all_to_all(pack_rows(rows), to, from),
-          [like = no_rows_of(rows)](const at::Tensor& t) { return unpack_rows(t, like); }};
-    };
+    return [=](const Tensors& rows) { return send_rows(*group, rows, to, from); };
   };
   return AdjointPair{
       .step = begins(send, recv),
