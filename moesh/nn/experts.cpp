@@ -97,12 +97,13 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
   static kernels::ExpertsOutput run(const ExpertsContext& call,
                                     const kernels::ExpertsWeights& weights,
                                     const kernels::ExpertsInput& input) {
+    const auto no_y = [&] { return raw::not_computed(input.x.sizes(), input.x.options()); };
     if (auto first = raw::recall("pre-activations of experts")) {
       const at::Tensor &gate = (*first)[0], &up = (*first)[1];
-      return {raw::not_computed(input.x.sizes(), input.x.options()),
-              {input, gate, up, static_cast<std::uint32_t>(gate._version())}};
+      return {no_y(), {input, gate, up, static_cast<std::uint32_t>(gate._version())}};
     }
     auto out = kernels::experts_forward(call.config, weights, input);
+    if (raw::is_second_run()) out.y = no_y();
     raw::keep("pre-activations of experts", {out.saved.gate_RF, out.saved.up_RF});
     return out;
   }

@@ -482,13 +482,46 @@ TEST(Estimate, ChoosesTheDispatcherOfTheRunThatItPlans) {
   EXPECT_EQ(sent("cpu", "auto"), sent("cpu", choice(nn::Transport::threads_on_cpu)));
 }
 
+// Rows go to their experts once more where a block is computed again, and do not come home once
+// more: no gradient needs them.
+TEST(Estimate, RecomputeBringsNoRowsHome) {
+  for (const char* dispatcher : {"all_to_all", "two_hops"}) {
+    const auto rows = [&](const char* mode) {
+      const auto e = estimate(
+          load({"--model=deepseek_v3:tiny", "--mesh=dp_shard=8,ep=8",
+                "--parallelism.ranks_per_node=4", "--model.num_experts=16", "--model.num_groups=1",
+                "--model.top_groups=1", std::string("--parallelism.moe_dispatcher=") + dispatcher,
+                std::string("--activation_checkpoint.mode=") + mode}));
+      std::map<std::string, comm::Traffic> found;
+      for (const auto& [key, entry] : e.traffic)
+        if (key.second == comm::Collective::all_to_all) found[key.first] = entry;
+      return found;
+    };
+    const auto none = rows("none");
+    EXPECT_EQ(none.size(), dispatcher == std::string("two_hops") ? 2U : 1U);
+    for (const char* mode : {"selective", "full"})
+      for (const auto& [group, again] : rows(mode)) {
+        SCOPED_TRACE(detail::concat(dispatcher, " ", mode, " ", group));
+        // There and back, and as much with their gradients; and there once more, in the message
+        // of the first gradients.
+        EXPECT_EQ(again.num_calls, none.at(group).num_calls);
+        EXPECT_NEAR(
+            static_cast<double>(again.num_bytes) / static_cast<double>(none.at(group).num_bytes),
+            1.25, 0.06);  // scores travel there, and not back
+      }
+  }
+}
+
 // In turn over the experts every rank sends the same: what the dry run of one says, all ranks
 // count.
 TEST(Estimate, SendsTheBytesThatRanksCountWithEveryDispatcher) {
   for (const char* dispatcher : {"all_to_all", "all_gather", "two_hops"})
-    for (const char* mesh : {"dp_shard=8,ep=8", "dp_shard=8,ep=4,etp=2"}) {
+    for (const char* mesh : {"dp_shard=8,ep=8", "dp_shard=8,ep=4,etp=2", "selective", "full"}) {
+      const bool recomputes = std::string(mesh).find('=') == std::string::npos;
       const Config c =
-          load({"--model=deepseek_v3:tiny", std::string("--mesh=") + mesh,
+          load({"--model=deepseek_v3:tiny",
+                std::string("--mesh=") + (recomputes ? "dp_shard=8,ep=4,etp=2" : mesh),
+                std::string("--activation_checkpoint.mode=") + (recomputes ? mesh : "none"),
                 "--parallelism.ranks_per_node=4", "--model.num_experts=16", "--model.num_groups=1",
                 "--model.top_groups=1", "--moe.force_load_balance", "--data.batch_size=1",
                 "--data.sequence_length=64", "--training.steps=1",
