@@ -120,7 +120,16 @@ at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std
               ErrorKind::data, "rows_MK is ", describe(rows_MK), " and w_KN ", describe(w_KN),
               "; the product takes [M, K] and [K, N] of one type on one device");
   const at::NoGradGuard no_grad;
-  return kernels_for(rows_MK.device()).float8_product(rows_MK.contiguous(), w_KN, tile);
+  const KernelTable& own = kernels_for(rows_MK.device());
+  const at::Tensor rows = rows_MK.contiguous();
+  const bool is_own = own.takes_float8_product && own.takes_float8_product(rows, w_KN, tile);
+  return (is_own ? own : aten_kernels()).float8_product(rows, w_KN, tile);
+}
+
+bool has_float8_kernels(at::Device device, at::ScalarType dtype, std::int64_t tile) {
+  const KernelTable& table = kernels_for(device);
+  const at::Tensor t = at::empty({tile, tile}, at::TensorOptions(at::kMeta).dtype(dtype));
+  return table.takes_float8_product && table.takes_float8_product(t, t, tile);
 }
 
 }  // namespace moesh::kernels

@@ -7,7 +7,8 @@
 //   Y[m, n] = sum over kb of sA[m, kb] sB[n / T, kb] (sum over k in kb of qA[m, k] qB[n, k])
 // A block of a weight has the same scale both ways, so the transposed weight has the same codes.
 // Scales are powers of two, so s q is a number of bfloat16, and a plain product of these numbers is
-// Y, up to the order of its sums. That is how LibTorch's ops compute it here, on every device.
+// Y, up to the order of its sums. That is how LibTorch's ops compute it, on every device; GPUs of
+// compute capability 9.0 have kernels of their own (cuda/float8.h).
 
 #include <ATen/core/Tensor.h>
 
@@ -32,5 +33,9 @@ at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile);
 
 /// Y = rows w, of [M, K] and [K, N], in the type of the rows; w may be a transposed view.
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile);
+
+/// Whether own kernels multiply rows of this type there, in matrices of whole tiles; else
+/// LibTorch's ops do, which is slower than no float8.
+bool has_float8_kernels(at::Device device, at::ScalarType dtype, std::int64_t tile);
 
 }  // namespace moesh::kernels

@@ -84,12 +84,9 @@ const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights
       refuse("moesh's own experts take no LoRA");
     return aten_kernels();
   }
-  if (config.float8_tile > 0) {  // by its definition, on every device
-    if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
-      refuse("moesh's own experts do not take float8 yet");
-    return aten_kernels();
-  }
-  return for_experts(kernels_for(weights.w1_eFD.device()), config, weights);
+  const KernelTable& table = kernels_for(weights.w1_eFD.device());
+  if (config.float8_tile > 0 && !table.experts_take_float8) return aten_kernels();
+  return for_experts(table, config, weights);
 }
 
 }  // namespace moesh::kernels

@@ -29,6 +29,10 @@ class GroupedLaunch {
     return error_ ? CUtensorMap{} : tensor_map(base, x, y, z, box_x, box_y, error_);
   }
 
+  CUtensorMap map_of_scales(const float* base, std::int64_t x, std::int64_t y, int box_x) {
+    return error_ ? CUtensorMap{} : tensor_map(base, x, y, box_x, error_);
+  }
+
   template <Gemm kGemm, bool kPlain = true>
   Error launch(Stream stream) {
     static Prepared prepared;
