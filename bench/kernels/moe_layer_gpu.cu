@@ -158,12 +158,12 @@ class Float8Layer {
   }
 
   void weights() {
-    MOESH_RUN(float8_weight(l_.w1.get(), w1_.get(), w1t_.get(), s1_.get(), c_.experts, c_.ffn,
-                            c_.model, nullptr));
-    MOESH_RUN(float8_weight(l_.w3.get(), w3_.get(), w3t_.get(), s3_.get(), c_.experts, c_.ffn,
-                            c_.model, nullptr));
-    MOESH_RUN(float8_weight(l_.w2.get(), w2_.get(), w2t_.get(), s2_.get(), c_.experts, c_.model,
-                            c_.ffn, nullptr));
+    MOESH_RUN(float8_weight(l_.w1.get(), false, w1_.get(), w1t_.get(), s1_.get(), c_.experts,
+                            c_.ffn, c_.model, nullptr));
+    MOESH_RUN(float8_weight(l_.w3.get(), false, w3_.get(), w3t_.get(), s3_.get(), c_.experts,
+                            c_.ffn, c_.model, nullptr));
+    MOESH_RUN(float8_weight(l_.w2.get(), false, w2_.get(), w2t_.get(), s2_.get(), c_.experts,
+                            c_.model, c_.ffn, nullptr));
   }
   void expand_x() { expand_rows(l_.x, false); }
   void up() {

@@ -34,8 +34,22 @@ at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile);
 /// Y = rows w, of [M, K] and [K, N], in the type of the rows; w may be a transposed view.
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile);
 
-/// Whether own kernels multiply rows of this type there, in matrices of whole tiles; else
-/// LibTorch's ops do, which is slower than no float8.
+/// A weight [.., N, K] as own kernels read it, kept from one product to the next: its codes, those
+/// of its transposed, and the scales of its blocks.
+struct WeightCodes {
+  at::Tensor codes, transposed, scales;
+  bool defined() const { return codes.defined(); }
+};
+/// Their memory, for tiles of 128, and the codes of w in bfloat16.
+WeightCodes empty_weight_codes(const at::Tensor& w, bool has_codes = true,
+                               bool has_transposed = true);
+void write_weight_codes(const WeightCodes& to, const at::Tensor& w);
+/// Y = rows w', or rows w, of rows [M, K] or [M, N].
+at::Tensor float8_product_with(const at::Tensor& rows, const WeightCodes& w, bool transposed);
+
+/// Whether own kernels multiply with a weight like w [.., N, K], in this type, both ways.
+bool takes_float8_weight(const at::Tensor& w, at::ScalarType dtype, std::int64_t tile);
+/// The same of weights of whole tiles; else LibTorch's ops do, which is slower than no float8.
 bool has_float8_kernels(at::Device device, at::ScalarType dtype, std::int64_t tile);
 
 }  // namespace moesh::kernels

@@ -66,6 +66,9 @@ const KernelTable& for_experts(const KernelTable& table, const ExpertsConfig& co
   const std::string reason = table.refuses_experts ? table.refuses_experts(config, weights) : "";
   if (reason.empty()) return table;
   if (chosen == GpuKernels::own) refuse(reason);
+  MOESH_CHECK(!weights.codes.defined(), ErrorKind::config,
+              "the weights are kept as codes of float8 (kernels.weight_copies), but ", reason,
+              "; set kernels.weight_copies to false");
   return aten_kernels();
 }
 

@@ -39,6 +39,8 @@ struct KernelTable {
   /// Null: none; LibTorch's operations compute what own kernels do not take.
   bool (*takes_float8_product)(const at::Tensor& rows_MK, const at::Tensor& w_KN,
                                std::int64_t tile) = nullptr;
+  decltype(kernels::write_weight_codes)* write_weight_codes = nullptr;  // null: likewise
+  decltype(kernels::float8_product_with)* float8_product_with = nullptr;
   decltype(kernels::norm_forward)* norm_forward = nullptr;
   decltype(kernels::norm_backward)* norm_backward = nullptr;
   decltype(kernels::rotate_forward)* rotate_forward = nullptr;

@@ -50,18 +50,19 @@ Codes codes_of_rows(const at::Tensor& x, const at::Tensor& inverse_TK = {},
   return c;
 }
 
-struct WeightCodes {
+struct CodedWeight {
   at::Tensor codes, transposed, scales;
   cuda::Float8Weight plain() const { return {in(codes), floats(scales), false}; }
   cuda::Float8Weight turned() const { return {in(transposed), floats(scales), true}; }
 };
 
-WeightCodes codes_of_weight(const at::Tensor& w_ENC) {
+CodedWeight codes_of_weight(const at::Tensor& w_ENC) {
   const std::int64_t E = w_ENC.size(0), N = w_ENC.size(1), C = w_ENC.size(2);
-  const WeightCodes c{bytes({E, N, C}), bytes({E, C, N}),
+  const CodedWeight c{bytes({E, N, C}), bytes({E, C, N}),
                       float32({E, cuda::float8_tiles(N), cuda::float8_tiles(C)})};
-  on_device::OnDeviceOf{w_ENC}("float8_weight", cuda::float8_weight, in(w_ENC), out(c.codes),
-                               out(c.transposed), floats(c.scales), E, N, C);
+  on_device::OnDeviceOf{w_ENC}("float8_weight", cuda::float8_weight, in(w_ENC),
+                               w_ENC.scalar_type() == at::kFloat, out(c.codes), out(c.transposed),
+                               floats(c.scales), E, N, C);
   return c;
 }
 
@@ -120,11 +121,18 @@ TEST(Float8OnGpu, WeightsHaveTheCodesOfTheDefinition) {
                                 {1, 8, 640}}) {
     at::Tensor w = uneven({E, N, C});
     w[0][0][0] = std::nan("");
-    const WeightCodes got = codes_of_weight(w);
+    const CodedWeight got = codes_of_weight(w);
     const QuantizedBox want = float8_blocks(w, 128);
     const std::string what = std::to_string(N) + " x " + std::to_string(C);
     expect_same_codes(got.codes, got.scales, want, what);
     EXPECT_TRUE(at::equal(got.transposed, got.codes.transpose(1, 2))) << what;
+    // Master weights are rounded to bfloat16 first.
+    const at::Tensor master = w.to(at::kFloat).mul(1.0001), narrow = master.to(at::kBFloat16);
+    const WeightCodes kept = empty_weight_codes(master), wanted = empty_weight_codes(narrow);
+    const UseGpuKernels use(GpuKernels::own);
+    write_weight_codes(kept, master), write_weight_codes(wanted, narrow);
+    EXPECT_TRUE(at::equal(kept.codes, wanted.codes)) << what;
+    EXPECT_TRUE(at::equal(kept.transposed, wanted.transposed)) << what;
   }
 }
 
@@ -189,7 +197,7 @@ TEST(Float8OnGpu, ProductsFollowTheDefinition) {
       const at::Tensor wt = w.transpose(1, 2).contiguous(), vt = v.transpose(1, 2).contiguous();
       const at::Tensor bias = at::randn({E, N}, kBf16), score = float32({R}).uniform_();
       const Codes qa = codes_of_rows(a), qb = codes_of_rows(b);
-      const WeightCodes qw = codes_of_weight(w), qv = codes_of_weight(v), qwt = codes_of_weight(wt),
+      const CodedWeight qw = codes_of_weight(w), qv = codes_of_weight(v), qwt = codes_of_weight(wt),
                         qvt = codes_of_weight(vt);
       cuda::Float8Product p{.num_rows = R,
                             .width = N,
@@ -247,7 +255,7 @@ TEST(Float8OnGpu, WholeNumbersAreExact) {
   const std::int64_t R = ends[-1].item<int>(), K = 512, N = 384;
   const at::Tensor x = at::randint(-3, 4, {R, K}, kBf16), w = at::randint(-3, 4, {E, N, K}, kBf16);
   const Codes q = codes_of_rows(x);
-  const WeightCodes qw = codes_of_weight(w);
+  const CodedWeight qw = codes_of_weight(w);
   const at::Tensor want = product(load, x, w.transpose(1, 2)).to(at::kBFloat16);
   for (int i = 0; i < 3; ++i) {
     const at::Tensor y = nans(R, N);
@@ -278,6 +286,12 @@ TEST(Float8OnGpu, DenseProductsFollowTheDefinition) {
           float8_rows(x, 128).to(at::kDouble).mm(float8_weight(wt, 128).to(at::kDouble));
       expect_rows(float8_product(x, w.t(), 128), want, what + " forward");
       expect_rows(float8_product(x, wt, 128), want, what + " backward");
+      WeightCodes kept = empty_weight_codes(w);
+      write_weight_codes(kept, w);
+      EXPECT_TRUE(at::equal(float8_product_with(x, kept, false), float8_product(x, w.t(), 128)));
+      if (N % 16 == 0)
+        EXPECT_TRUE(at::equal(float8_product_with(at::ones({M, N}, kBf16), kept, true),
+                              float8_product(at::ones({M, N}, kBf16), w, 128)));
     }
 }
 
@@ -327,7 +341,7 @@ TEST(Float8OnGpu, ExpertsFollowTheDefinition) {
                                .scores = c.scores,
                                .weights_later = c.later,
                                .float8_tile = 128};
-    const auto run = [&](GpuKernels kernels) {
+    const auto run = [&](GpuKernels kernels, const ExpertsWeights& w) {
       const UseGpuKernels use(kernels);
       const Poison poison;
       const ExpertsOutput forward = experts_forward(config, w, input);
@@ -335,8 +349,15 @@ TEST(Float8OnGpu, ExpertsFollowTheDefinition) {
       if (c.later) r.d.weights = r.d.weights_later();
       return r;
     };
-    const Results own = run(GpuKernels::own), again = run(GpuKernels::own),
-                  want = run(GpuKernels::library);
+    ExpertsWeights kept = w;
+    for (auto& [codes, of] : {std::pair(&kept.codes.w1, w.w1_eFD),
+                              {&kept.codes.w3, w.w3_eFD},
+                              {&kept.codes.w2, w.w2_eDF}}) {
+      *codes = empty_weight_codes(of);
+      write_weight_codes(*codes, of);
+    }
+    const Results own = run(GpuKernels::own, w), again = run(GpuKernels::own, kept),
+                  want = run(GpuKernels::library, w);
     const auto got = own.all(), same = again.all(), reference = want.all();
     const std::string what = "D " + std::to_string(D) + (c.biases ? ", biases" : "") +
                              (c.indexed ? "" : ", rows") + ", scores " +
@@ -347,7 +368,7 @@ TEST(Float8OnGpu, ExpertsFollowTheDefinition) {
       if (!got[i].second.defined()) continue;
       // A sum near the middle of two codes may get the other one, which is 6 % off.
       expect_close(got[i].second, reference[i].second, 1.5e-2, name);
-      EXPECT_TRUE(at::equal(got[i].second, same[i].second)) << name << ", twice";
+      EXPECT_TRUE(at::equal(got[i].second, same[i].second)) << name << ", of kept codes";
     }
   }
 }

@@ -64,9 +64,10 @@ Error expand8(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD, F
               std::int64_t num_tokens, std::int64_t top_k, std::int64_t num_rows,
               std::int64_t width, Stream);
 
-/// Codes of a weight [E, N, C] and of its transposed; null: not wanted. scales [E, tiles of N,
+/// Codes of a weight [E, N, C] in bf16, or in float32 and rounded to bf16 first, and of its
+/// transposed; null: not wanted. scales [E, tiles of N,
 /// tiles of C] are written. N and C are multiples of 8.
-Error float8_weight(const void* w, void* codes, void* transposed, float* scales,
+Error float8_weight(const void* w, bool is_float32, void* codes, void* transposed, float* scales,
                     std::int64_t num_experts, std::int64_t height, std::int64_t width, Stream);
 
 /// The hidden state with its score, of gate and up, as `up` has it.

@@ -82,15 +82,24 @@ __global__ void __launch_bounds__(kThreads) expand8_kernel(const ExpandParams p)
 
 // ---- weights ----
 
+template <class T>
 struct WeightParams {
-  const bf16* w;
+  const T* w;
   uint8_t *codes, *transposed;  // null: not wanted
   float* scales;
   int height, width;
 };
 
+__device__ __forceinline__ uint4 load_bf16(const bf16* from) { return load16(from); }
+__device__ __forceinline__ uint4 load_bf16(const float* from) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0],
+               b = reinterpret_cast<const float4*>(from)[1];
+  return {ptx::pack(a.x, a.y), ptx::pack(a.z, a.w), ptx::pack(b.x, b.y), ptx::pack(b.z, b.w)};
+}
+
 /// A block of threads for each block of 128 x 128; a thread has 8 x 8 of it.
-__global__ void __launch_bounds__(kThreads) weight_kernel(const WeightParams p) {
+template <class T>
+__global__ void __launch_bounds__(kThreads) weight_kernel(const WeightParams<T> p) {
   constexpr int kPitch = kFloat8Tile + 16;
   __shared__ alignas(16) uint8_t turned[kFloat8Tile * kPitch];
   __shared__ uint32_t warps[kThreads / 32];
@@ -104,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) weight_kernel(const WeightParams p) 
   for (int i = 0; i < 8; ++i) {
     const int64_t at =
         matrix + static_cast<int64_t>(first_row + row + i) * p.width + first_column + column;
-    values[i] = has_column && first_row + row + i < p.height ? load16(p.w + at) : uint4{};
+    values[i] = has_column && first_row + row + i < p.height ? load_bf16(p.w + at) : uint4{};
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -291,17 +300,23 @@ Error expand8(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD, F
   return text_of(cudaGetLastError());
 }
 
-Error float8_weight(const void* w, void* codes, void* transposed, float* scales,
+Error float8_weight(const void* w, bool is_float32, void* codes, void* transposed, float* scales,
                     std::int64_t num_experts, std::int64_t height, std::int64_t width,
                     Stream stream) {
   if (height % 8 != 0 || width % 8 != 0) return "sizes of weights are to be multiples of 8";
-  const WeightParams p{static_cast<const bf16*>(w),       static_cast<uint8_t*>(codes),
-                       static_cast<uint8_t*>(transposed), scales,
-                       static_cast<int>(height),          static_cast<int>(width)};
   if (num_experts * height * width == 0) return nullptr;
   const dim3 grid(static_cast<unsigned>(float8_tiles(width)),
                   static_cast<unsigned>(float8_tiles(height)), static_cast<unsigned>(num_experts));
-  weight_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  const auto run = [&]<class T>(const T* numbers) {
+    const WeightParams<T> p{
+        numbers, static_cast<uint8_t*>(codes), static_cast<uint8_t*>(transposed),
+        scales,  static_cast<int>(height),     static_cast<int>(width)};
+    weight_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  };
+  if (is_float32)
+    run(static_cast<const float*>(w));
+  else
+    run(static_cast<const bf16*>(w));
   return text_of(cudaGetLastError());
 }
 

@@ -22,7 +22,8 @@ Error float8_product(const Float8Product& f, Stream stream) {
   for (int i = 0; i < 2; ++i) {
     if (f.a[i].codes) {
       p.a[i] = l.map(f.a[i].codes, pairs, f.num_rows, 1, kTileK, kTileM);
-      p.scales_a[i] = l.map_of_scales(f.a[i].scales, pitch, float8_tiles(f.depth), kTileM);
+      p.scales_a[i] =
+          l.map_of_scales(f.a[i].scales, pitch, float8_tiles(f.depth), grouped::kScales);
     }
     const Float8Weight& b = f.b[i];
     if (b.codes) {

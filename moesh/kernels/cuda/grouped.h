@@ -87,7 +87,8 @@ inline constexpr int kThreads = 384, kMathThreads = 256, kStages = 3;
 inline constexpr int kBlockBytes = 64 * 128;  // 64 rows of 128 bytes
 inline constexpr int kBytesA = 2 * kBlockBytes, kBytesB = 4 * kBlockBytes;
 inline constexpr int kStageBytes = kBytesA + kBytesB;
-inline constexpr int kScaleBytes = kTileM * sizeof(float);
+// TMA begins at multiples of 16 bytes, and so up to three rows before the tile.
+inline constexpr int kScales = kTileM + 4, kScaleBytes = kScales * sizeof(float);
 
 struct Shared {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
@@ -95,8 +96,11 @@ struct Shared {
   union {
     alignas(16) uint8_t dh_inputs[kFinishers][FinishDh<true>::kBytes];
     struct {
-      alignas(128) float a[kStages][kTileM], b[kStages][2];
-    } scales;  // of a stage
+      struct {
+        alignas(128) float rows[kScales];
+      } a[kStages];
+      float b[kStages][2];
+    } scales;
   };
   int row_starts[kMaxExperts + 1], pair_starts[kMaxExperts + 1], experts[kMaxExperts];  // tiles.h
   int extra, num_cut;      // left_over, or longest
@@ -270,7 +274,8 @@ __device__ __forceinline__ void load_stage(const GroupedParams& p, const Tile& t
   const int k = F::kOverRows ? t.first_row + step * kTileK : (step - part * steps_of_part) * kTileK;
   ptx::barrier_expect(full, kStageBytes + (F::kFloat8 ? kScaleBytes : 0));
   if constexpr (F::kFloat8)
-    ptx::tma_load(scales, &p.scales_a[part], t.first_row, step - part * steps_of_part, 0, full);
+    ptx::tma_load(scales, &p.scales_a[part], t.first_row & ~3, step - part * steps_of_part, 0,
+                  full);
   if constexpr (F::kMnA) {
     for (int block = 0; block < 2; ++block)
       ptx::tma_load(stage + block * kBlockBytes, &p.a[0], t.m + block * 64, k, 0, full);
@@ -314,7 +319,6 @@ template <Gemm kGemm>
 __device__ void load_tiles(const GroupedParams& p, Shared& shared, int rank) {
   const auto tiles = make_tiles<kGemm>(p, shared);
   const uint32_t stages = ptx::shared_address(shared.stages);
-  const uint32_t scales = ptx::shared_address(shared.scales.a);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
   Ring ring;
   for (int index = blockIdx.x / 2; index < tiles.size(); index += gridDim.x / 2) {
@@ -327,7 +331,7 @@ __device__ void load_tiles(const GroupedParams& p, Shared& shared, int rank) {
       if constexpr (Flow<kGemm>::kFloat8)
         shared.scales.b[ring.stage][0] = scales_b.x, shared.scales.b[ring.stage][1] = scales_b.y;
       load_stage<kGemm>(p, t, rank, step, stages + ring.stage * kStageBytes,
-                        scales + ring.stage * kScaleBytes, full + 8 * ring.stage);
+                        ptx::shared_address(&shared.scales.a[ring.stage]), full + 8 * ring.stage);
     }
   }
 }
@@ -379,15 +383,15 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
   if constexpr (F::kFloat8 && kN > 0) {
     const uint64_t first_a = ptx::matrix_descriptor(stages + slab * kBlockBytes);
     const uint64_t first_b = ptx::matrix_descriptor(stages + kBytesA);
-    const int row = slab * kSlab + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int row = slab * kSlab + threadIdx.x % 128 / 32 * 16 + lane / 4 + t.first_row % 4;
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) acc[i] = 0.f;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step, ring.next()) {
       const uint64_t offset = (ring.stage * kStageBytes) >> 4;
       ptx::barrier_wait(full + 8 * ring.stage, ring.phase);
-      const float low = shared.scales.a[ring.stage][row],
-                  high = shared.scales.a[ring.stage][row + 8];
+      const float low = shared.scales.a[ring.stage].rows[row],
+                  high = shared.scales.a[ring.stage].rows[row + 8];
       const float of_b[2] = {shared.scales.b[ring.stage][0], shared.scales.b[ring.stage][1]};
 #pragma unroll
       for (int half = 0; half < kN / 128; ++half) {

@@ -30,21 +30,27 @@ struct RowCodes {
   operator Float8Rows() const { return {out(codes), floats(scales)}; }
 };
 
-/// A weight [.., N, C] in float8, or its transposed.
-struct WeightCodes {
-  at::Tensor codes, scales;
+void write_weight_codes(const kernels::WeightCodes& to, const at::Tensor& w) {
+  const at::Tensor from = aligned(w);
+  OnDeviceOf{w}("float8_weight", cuda::float8_weight, in(from), w.scalar_type() == at::kFloat,
+                out(to.codes), out(to.transposed), floats(to.scales),
+                w.dim() > 2 ? w.size(0) : std::int64_t{1}, w.size(-2), w.size(-1));
+}
+
+/// A weight in float8, or its transposed: what was kept, or made now of the one that is wanted.
+struct CodedWeight {
+  WeightCodes made;
   bool transposed;
 
-  WeightCodes(const OnDeviceOf& run, const at::Tensor& w, bool is_transposed)
-      : codes(at::empty(w.sizes(), w.options().dtype(at::kByte))), transposed(is_transposed) {
-    const std::int64_t height = w.size(-2), width = w.size(-1), count = w.dim() > 2 ? w.size(0) : 1;
-    scales = at::empty({count, float8_tiles(height), float8_tiles(width)},
-                       w.options().dtype(at::kFloat));
-    void* const none = nullptr;
-    run("float8_weight", cuda::float8_weight, in(w), transposed ? none : out(codes),
-        transposed ? out(codes) : none, floats(scales), count, height, width);
+  CodedWeight(const at::Tensor& w, const WeightCodes& kept, bool is_transposed)
+      : made(kept), transposed(is_transposed) {
+    if (made.scales.defined()) return;
+    made = empty_weight_codes(w, !transposed, transposed);
+    hopper::write_weight_codes(made, w);
   }
-  operator Float8Weight() const { return {in(codes), floats(scales), transposed}; }
+  operator Float8Weight() const {
+    return {in(transposed ? made.transposed : made.codes), floats(made.scales), transposed};
+  }
 };
 
 /// The experts of one call. Rows at their experts share one buffer: x, then y; dy, then dx, then x.
@@ -55,8 +61,14 @@ class ExpertsCall {
       : is_float8_(config.float8_tile > 0),
         run_(input.x),
         input_{aligned(input.x), input.ends_e, input.scores_R, input.token_R, input.inverse_TK},
-        weights_{aligned(w.w1_eFD), aligned(w.w3_eFD), aligned(w.w2_eDF),
-                 aligned(w.b1_eF),  aligned(w.b3_eF),  aligned(w.b2_eD)},
+        weights_{aligned(w.w1_eFD),
+                 aligned(w.w3_eFD),
+                 aligned(w.w2_eDF),
+                 aligned(w.b1_eF),
+                 aligned(w.b3_eF),
+                 aligned(w.b2_eD),
+                 {},
+                 w.codes},
         experts_{.num_rows = num_rows,
                  .model = w.w1_eFD.size(2),
                  .ffn = w.w1_eFD.size(1),
@@ -167,8 +179,8 @@ class ExpertsCall {
       multiply({.width = experts_.ffn,
                 .depth = experts_.model,
                 .a = {x},
-                .b = {WeightCodes(run_, weights_.w1_eFD, false),
-                      WeightCodes(run_, weights_.w3_eFD, false)},
+                .b = {CodedWeight(weights_.w1_eFD, weights_.codes.w1, false),
+                      CodedWeight(weights_.w3_eFD, weights_.codes.w3, false)},
                 .out = {out(gate_RF), out(up_RF)}});
     }
     const RowCodes act = empty_codes(experts_.ffn);
@@ -177,7 +189,7 @@ class ExpertsCall {
     multiply({.width = experts_.model,
               .depth = experts_.ffn,
               .a = {act},
-              .b = {WeightCodes(run_, weights_.w2_eDF, false)},
+              .b = {CodedWeight(weights_.w2_eDF, weights_.codes.w2, false)},
               .out = {out(y_RD)},
               .bias = experts_.b2_ED,
               .score = experts_.score_before ? nullptr : experts_.score_R});
@@ -190,7 +202,7 @@ class ExpertsCall {
     multiply({.width = experts_.ffn,
               .depth = experts_.model,
               .a = {row_codes(aligned(dy), gathered() ? dy_RD : at::Tensor())},
-              .b = {WeightCodes(run_, weights_.w2_eDF, true)},
+              .b = {CodedWeight(weights_.w2_eDF, weights_.codes.w2, true)},
               .out = {out(act_RF)}});
     d_gate_ = empty_codes(experts_.ffn), d_up_ = empty_codes(experts_.ffn);
     run_("dh8", dh8, experts_, out(act_RF), out(gate_RF), out(up_RF), Float8Rows(d_gate_),
@@ -198,12 +210,12 @@ class ExpertsCall {
     return dy_RD;
   }
   void float8_dx(const at::Tensor& dx_RD) {
-    multiply(
-        {.width = experts_.model,
-         .depth = experts_.ffn,
-         .a = {d_gate_, d_up_},
-         .b = {WeightCodes(run_, weights_.w1_eFD, true), WeightCodes(run_, weights_.w3_eFD, true)},
-         .out = {out(dx_RD)}});
+    multiply({.width = experts_.model,
+              .depth = experts_.ffn,
+              .a = {d_gate_, d_up_},
+              .b = {CodedWeight(weights_.w1_eFD, weights_.codes.w1, true),
+                    CodedWeight(weights_.w3_eFD, weights_.codes.w3, true)},
+              .out = {out(dx_RD)}});
     d_gate_ = d_up_ = {};
   }
   void multiply(Float8Product p) const {
@@ -288,16 +300,14 @@ bool takes_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std
          N > 0 && N % 8 == 0;
 }
 
-at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
-                          std::int64_t /*tile*/) {
-  const std::int64_t M = rows_MK.size(0), K = rows_MK.size(1), N = w_KN.size(1);
+/// [M, K] times a weight of N columns.
+at::Tensor product(const at::Tensor& rows_MK, const CodedWeight& w, std::int64_t N) {
+  const std::int64_t M = rows_MK.size(0), K = rows_MK.size(1);
   const OnDeviceOf run(rows_MK);
   const at::Tensor x = aligned(rows_MK), y = at::empty({M, N}, x.options());
   const RowCodes codes = RowCodes::empty(M, K, x.options());
   run("expand8", expand8, in(x), static_cast<const std::int32_t*>(nullptr),
       static_cast<void*>(nullptr), Float8Rows(codes), M, 1, M, K);
-  const bool is_turned = w_KN.t().is_contiguous();  // [N, K] in memory
-  const WeightCodes w(run, aligned(is_turned ? w_KN.t() : w_KN.contiguous()), !is_turned);
   run("float8_product", cuda::float8_product,
       Float8Product{.num_rows = M,
                     .width = N,
@@ -308,6 +318,17 @@ at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
                     .b = {w},
                     .out = {out(y)}});
   return y;
+}
+
+at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
+                          std::int64_t /*tile*/) {
+  const bool is_transposed = !w_KN.t().is_contiguous();  // [K, N] in memory
+  const at::Tensor w = is_transposed ? w_KN.contiguous() : w_KN.t();
+  return product(rows_MK, CodedWeight(w, {}, is_transposed), w_KN.size(1));
+}
+
+at::Tensor float8_product_with(const at::Tensor& rows, const WeightCodes& w, bool transposed) {
+  return product(rows, CodedWeight({}, w, transposed), w.codes.size(transposed ? 1 : 0));
 }
 
 /// The gate as its kernels have it, or nothing where these do not take it.
@@ -381,6 +402,8 @@ const KernelTable& hopper_kernels() {
     t.gate_backward = hopper::gate_backward;
     t.float8_product = hopper::float8_product;
     t.takes_float8_product = hopper::takes_float8_product;
+    t.write_weight_codes = hopper::write_weight_codes;
+    t.float8_product_with = hopper::float8_product_with;
     t.experts_forward = hopper::experts_forward;
     t.experts_backward = hopper::experts_backward;
     t.refuses_device = on_device::refusal<cuda::check_hopper>;

@@ -167,13 +167,21 @@ bool takes_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std
   const KernelTable& table = of_accelerator();
   return is_own(table) && table.takes_float8_product(rows_MK, w_KN, tile);
 }
+at::Tensor noted_product(const at::Tensor& rows, const at::Tensor& w, at::Tensor y) {
+  const double flops = 2 * static_cast<double>(rows.numel()) * static_cast<double>(y.size(1));
+  note_work({WorkKind::dense, flops, static_cast<double>(rows.nbytes() + w.nbytes() + y.nbytes())});
+  return y;
+}
 at::Tensor accelerator_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
                                       std::int64_t tile) {
-  at::Tensor y = of_accelerator().float8_product(rows_MK, w_KN, tile);
-  const double flops = 2 * static_cast<double>(rows_MK.numel()) * static_cast<double>(w_KN.size(1));
-  note_work(
-      {WorkKind::dense, flops, static_cast<double>(rows_MK.nbytes() + w_KN.nbytes() + y.nbytes())});
-  return y;
+  return noted_product(rows_MK, w_KN, of_accelerator().float8_product(rows_MK, w_KN, tile));
+}
+at::Tensor accelerator_float8_product_with(const at::Tensor& rows, const WeightCodes& w,
+                                           bool transposed) {
+  return noted_product(rows, w.codes, of_accelerator().float8_product_with(rows, w, transposed));
+}
+void write_weight_codes(const WeightCodes& to, const at::Tensor& w) {
+  note_pass({w, to.codes, to.transposed});
 }
 
 // The gate has three bfloat16 terms in forward; in backward d(logits) has two, for both products.
@@ -323,6 +331,8 @@ const KernelTable& meta_kernels() {
     t.experts_take_float8 = true;
     t.float8_product = meta::accelerator_float8_product;
     t.takes_float8_product = meta::takes_float8_product;
+    t.float8_product_with = meta::accelerator_float8_product_with;
+    t.write_weight_codes = meta::write_weight_codes;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;
     t.delta_rule_forward = meta::accelerator_rule_forward;
