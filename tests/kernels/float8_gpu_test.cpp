@@ -163,11 +163,12 @@ at::Tensor product(const Load& load, const at::Tensor& a, const at::Tensor& w_EC
   return out;
 }
 
-// Every row by its own norm: a wrong scale of one tile must show.
+// Every row by its own norm: a wrong scale of one tile must show. A result is rounded to bfloat16,
+// by up to 2e-3 (twice with a bias), and tensor cores keep about 14 bits of a sum.
 void expect_rows(const at::Tensor& got, const at::Tensor& want, const std::string& what) {
   const at::Tensor norms = want.norm(2, {1}).clamp_min(1e-20);
   const at::Tensor errors = (got.to(at::kDouble) - want).norm(2, {1}) / norms;
-  const at::Tensor bad = errors.le(4e-3).logical_not();
+  const at::Tensor bad = errors.le(6e-3).logical_not();
   EXPECT_FALSE(bad.any().item<bool>())
       << what << ": " << bad.sum().item<std::int64_t>() << " of " << bad.numel()
       << " rows are wrong, the first is " << bad.nonzero()[0].item<std::int64_t>()
