@@ -7,12 +7,12 @@
 JOBS ?= $(shell nproc)
 OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
   $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
-CTEST = ctest --output-on-failure --no-tests=error
+# With it the command does not start itself again to set it (apps/moesh.cpp).
+CTEST = OMP_WAIT_POLICY=passive ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run check test long gpu asan tsan sanitize fuzz fuzz-cli mutate \
-  soak verify test-settings wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu \
-  bench-checkpoint format \
-  lint clean
+  soak verify test-settings wheel test-tokenizer bench-tokenizer benchmarks bench-comm bench-moe \
+  bench-gpu bench-checkpoint format lint clean
 
 all: build
 
@@ -59,8 +59,8 @@ test:
 	@$(MAKE) --no-print-directory build
 	$(CTEST) -j $(JOBS) --test-dir build -LE '^long$$'
 
-# What make test samples, whole.
-long: build
+# What make test samples, whole, and the programs that measure.
+long: benchmarks
 	$(CTEST) -j $(JOBS) --test-dir build -L '^long$$'
 
 # The command, the GPU tests and the GPU benchmarks, against an installed CUDA build of torch.
@@ -143,10 +143,13 @@ test-settings: build
 mutate: setup
 	python3 tests/mutants/machine/mutate.py --jobs $(JOBS) $(MUTATE)
 
-bench-comm: build
+benchmarks: build
+	@cmake --build build -j $(JOBS) --target benchmarks
+
+bench-comm: benchmarks
 	scripts/bench_comm.sh
 
-bench-moe: build
+bench-moe: benchmarks
 	build/bin/bench_moe_layer
 	build/bin/bench_dispatchers
 
@@ -156,7 +159,7 @@ bench-gpu: gpu
 	build-cuda/bin/bench_moe_layer_gpu
 	build-cuda/bin/bench_delta_rule_gpu
 
-bench-checkpoint: build
+bench-checkpoint: benchmarks
 	build/bin/bench_checkpoint build
 
 format:

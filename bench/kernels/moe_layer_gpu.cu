@@ -1,6 +1,6 @@
 // The MoE layer on one Hopper GPU, forward and backward, kernel by kernel and as a whole.
-// usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings, random] [kernels or
-// layer: with its kernels, or only the layer]
+// usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings, random] [kernels,
+// layer or lora: with its kernels, only the layer, or the products of LoRA of rank 16]
 //   moe_layer_gpu 1 1,4096/5120/1536/160/6 random,balanced,collapsed,zipf,empty layer
 // The first of the four shapes, and T/D/F/E/K of your own (a c at its end: biases and the clamped
 // activation, as GPT-OSS); collapsed: every token to the same K.
@@ -258,7 +258,93 @@ LayerConfig shape_of(const std::string& text) {
   std::exit(1);
 }
 
-void run_shape(LayerConfig c, int routing, double seconds, double dense_speed, bool kernels) {
+/// dh writes over what it reads: run again on its own gradients, it would soon time zeros.
+class Restored {
+ public:
+  explicit Restored(const DeviceLayer& l) : layer_(l), gate_(l.gate.size()), up_(l.up_.size()) {
+    copy(gate_, l.gate), copy(up_, l.up_);
+  }
+  void operator()() const { copy(layer_.gate, gate_), copy(layer_.up_, up_); }
+
+ private:
+  static void copy(const Buffer<bf16>& to, const Buffer<bf16>& from) {
+    MOESH_RUN(cudaMemcpyAsync(to.get(), from.get(), to.bytes(), cudaMemcpyDeviceToDevice));
+  }
+  const DeviceLayer& layer_;
+  Buffer<bf16> gate_, up_;
+};
+
+/// The products of LoRA, and those to which it adds something, without and with that.
+template <class Line>
+void lora_lines(DeviceLayer& l, double each, const Line& line) {
+  constexpr std::int64_t r = 16;
+  const LayerConfig& c = l.config;
+  const Buffer<bf16> a13(c.experts * r * c.model), b13(c.experts * 2 * c.ffn * r),
+      a2(c.experts * r * c.ffn), b2(c.experts * c.model * r), low(l.rows * r), d_low(l.rows * r),
+      d(2 * c.experts * r * std::max(c.model, c.ffn));
+  for (auto* t : {&a13, &b13, &a2, &b2, &low}) fill(*t, 0.02f, 7);
+  const auto of = [&](const bf16* rows, const bf16* more, std::int64_t width, bool tokens) {
+    return LowRank{.num_rows = l.rows,
+                   .num_experts = c.experts,
+                   .ends_E = l.ends.get(),
+                   .rank = r,
+                   .width = width,
+                   .num_parts = more ? 2 : 1,
+                   .rows = {rows, more},
+                   .token_R = tokens ? l.token.get() : nullptr};
+  };
+  const LowRank x = of(l.x.get(), nullptr, c.model, true),
+                dy = of(l.dy.get(), nullptr, c.model, true),
+                act = of(l.act.get(), nullptr, c.ffn, false),
+                gates = of(l.gate.get(), l.up_.get(), c.ffn, false);
+  const Buffer<float> sums(std::max({low_rank_db_workspace(dy), low_rank_db_workspace(gates)}));
+  const double rf = static_cast<double>(l.rows * c.ffn), rd = static_cast<double>(l.rows * c.model);
+  const auto low_of = [&](const LowRank& rows, const Buffer<bf16>& a) {
+    return [&] { MOESH_RUN(low_rank(rows, a.get(), 0.5f, low.get(), nullptr)); };
+  };
+  const auto da_of = [&](const LowRank& rows) {
+    return [&] { MOESH_RUN(low_rank_da(rows, low.get(), sums.get(), d.get(), nullptr)); };
+  };
+  const auto db_of = [&](const LowRank& rows, const Buffer<bf16>& b) {
+    return [&] {
+      MOESH_RUN(
+          low_rank_db(rows, b.get(), low.get(), 0.5f, sums.get(), d.get(), d_low.get(), nullptr));
+    };
+  };
+  line("low13", 0, 2 * rd, measure(each, low_of(x, a13)));
+  line("low2", 0, 2 * rf, measure(each, low_of(act, a2)));
+  line("db2", 0, 2 * rd, measure(each, db_of(dy, b2)));
+  line("da2", 0, 2 * rf, measure(each, da_of(act)));
+  line("db13", 0, 4 * rf, measure(each, db_of(gates, b13)));
+  line("da13", 0, 2 * rd, measure(each, da_of(x)));
+  const double product = 2.0 * static_cast<double>(c.model) * rf;
+  const GroupedExperts e = l.experts();
+  GroupedExperts of_up = e, of_down = e, of_dh = e, of_dx = e;
+  of_up.added = {low.get(), b13.get(), r}, of_down.added = {low.get(), b2.get(), r};
+  of_dh.added = {low.get(), a2.get(), r}, of_dx.added = {low.get(), a13.get(), r};
+  for (const bool added : {false, true, false, true}) {
+    std::printf(added ? "  with what LoRA adds\n" : "  without\n");
+    line("up", 2 * product, 0, measure(each, [&] {
+           MOESH_RUN(up(added ? of_up : e, l.rows_.get(), l.gate.get(), l.up_.get(), l.act.get(),
+                        nullptr));
+         }));
+    line("down", product, 0, measure(each, [&] {
+           MOESH_RUN(down(added ? of_down : e, l.act.get(), l.y_R.get(), nullptr));
+         }));
+    line("dx", 2 * product, 0, measure(each, [&] {
+           MOESH_RUN(dx(added ? of_dx : e, l.gate.get(), l.up_.get(), l.dx_R.get(), nullptr));
+         }));
+    const Restored restored(l);
+    const auto time_dh = [&] {
+      MOESH_RUN(dh(added ? of_dh : e, l.rows_.get(), l.gate.get(), l.up_.get(), l.act.get(),
+                   l.d_score_terms.get(), nullptr));
+    };
+    line("dh", product, 0, measure(2 * each, time_dh, [&] { restored(); }));
+  }
+}
+
+void run_shape(LayerConfig c, int routing, double seconds, double dense_speed,
+               const std::string& what) {
   c.gate = c.experts <= 256;
   DeviceLayer l(c, 40 + c.ffn);
   choose_experts<<<static_cast<unsigned>((c.tokens + 127) / 128), 128>>>(c, routing,
@@ -279,7 +365,8 @@ void run_shape(LayerConfig c, int routing, double seconds, double dense_speed, b
         flops / t.steady * 1e-9, bytes / t.steady * 1e-9, floor / t.steady);
     std::fflush(stdout);
   };
-  if (kernels) {
+  if (what == "lora") return lora_lines(l, seconds / 4, line);
+  if (what == "kernels") {
     const double rf = rows * static_cast<double>(c.ffn), rd = rows * static_cast<double>(c.model);
     const double td = static_cast<double>(c.tokens * c.model),
                  w = static_cast<double>(c.experts * c.model * c.ffn);
@@ -301,13 +388,8 @@ void run_shape(LayerConfig c, int routing, double seconds, double dense_speed, b
            MOESH_RUN(combine(l.y_R.get(), l.inverse.get(), nullptr, l.y.get(), c.tokens, c.top_k,
                              c.model, nullptr));
          }));
-    // dh writes over what it reads: run again on its own gradients, it would soon time zeros.
-    const Buffer<bf16> gate(l.gate.size()), up_(l.up_.size());
-    auto copy = [](const Buffer<bf16>& to, const Buffer<bf16>& from) {
-      MOESH_RUN(cudaMemcpyAsync(to.get(), from.get(), to.bytes(), cudaMemcpyDeviceToDevice));
-    };
-    copy(gate, l.gate), copy(up_, l.up_);
-    auto restore = [&] { copy(l.gate, gate), copy(l.up_, up_); };
+    Restored restored(l);
+    auto restore = [&] { restored(); };
     auto time_dh = [&] {
       MOESH_RUN(dh(e, l.rows_.get(), l.gate.get(), l.up_.get(), l.act.get(), l.d_score_terms.get(),
                    nullptr));
@@ -371,13 +453,13 @@ int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.2;
   const std::string shapes = argc > 2 ? argv[2] : "1,2,3,4",
                     routings = argc > 3 ? argv[3] : "random";
-  const bool kernels = argc < 5 || std::string(argv[4]) == "kernels";
+  const std::string what = argc < 5 ? "kernels" : argv[4];
   check(check_hopper(0), "device");
   const double measured = dense(seconds), speed = measured > 0 ? measured : 690;
   std::istringstream list(shapes);
   for (std::string shape; std::getline(list, shape, ',');)
     for (const Routing routing : {random_, balanced, collapsed, zipf, empty})
       if (routings.find(kRoutings[routing]) != std::string::npos)
-        run_shape(shape_of(shape), routing, seconds, speed, kernels);
+        run_shape(shape_of(shape), routing, seconds, speed, what);
   dense(seconds);
 }

@@ -2,8 +2,10 @@
 // (each call as it comes, and as a CUDA graph) beside LibTorch's grouped GEMM (kernels.gpu =
 // library), the own kernels in float8 and a dense 8192^3 product, all in one run. Results are
 // compared with float64 before anything is timed. The kernels one by one: bench_moe_layer_gpu.
-//   bench_moe_gpu [seconds per measurement, 1] [shapes, 1234]
+//   bench_moe_gpu [seconds per measurement, 1] [shapes, 1234] [lora=rank]
 //   bench_moe_gpu 1 12 4096,5120,1536,160,6   two of the four, and T,D,F,E,K of your own
+//   bench_moe_gpu 1 12 lora=16                instead, what LoRA of rank 16 on the experts costs:
+//     forward and gradient of the input of frozen experts, and with LoRA its own gradients as well
 //   burst   runs 3 to 8 after a rest, at the boost clock
 //   steady  the second half of a time without pause, at the power limit: training lives there
 // TFLOP/s of 18 T K D F, whatever is executed. kept: alive after forward besides x, weights and y;
@@ -281,11 +283,95 @@ class Table {
   Times dense_;  // TFLOP/s
 };
 
-void run(double seconds, const std::vector<Shape>& shapes) {
+/// Frozen experts, without a router, and LoRA on them.
+class FrozenExperts {
+ public:
+  FrozenExperts(const Mesh& mesh, const Shape& s, std::int64_t rank)
+      : layer_(mesh, s, Routing::random) {
+    const auto normal = [](at::IntArrayRef sizes, std::int64_t width) {
+      return at::randn(sizes, at::TensorOptions(kDevice).dtype(at::kBFloat16))
+          .div_(std::sqrt(static_cast<double>(width)));
+    };
+    lora_ = {normal({s.E, rank, s.D}, s.D),
+             normal({s.E, 2, s.F, rank}, rank),
+             normal({s.E, rank, s.F}, s.F),
+             normal({s.E, s.D, rank}, rank),
+             0.5,
+             0.5};
+    const auto sorted = kernels::sort_by_expert(layer_.given.experts_TK, s.E);
+    input_ = {.x = layer_.x.detach(),
+              .ends_e = sorted.ends_e,
+              .scores_R = at::rand({s.T * s.K}, at::TensorOptions(kDevice)),
+              .token_R = sorted.token_R,
+              .inverse_TK = sorted.inverse_TK};
+  }
+  /// y, and the gradients of x and, with LoRA, of its matrices.
+  std::vector<at::Tensor> run(bool with_lora) {
+    // Without LoRA no one asks for the gradients of the weights.
+    const kernels::ExpertsConfig config{.scores = kernels::ScoreSide::after,
+                                        .weights_later = !with_lora};
+    kernels::ExpertsWeights w = layer_.weights;
+    if (with_lora) w.lora = lora_;
+    auto out = kernels::experts_forward(config, w, input_);
+    const auto d = kernels::experts_backward(config, w, std::move(out.saved), layer_.dy);
+    const kernels::ExpertsLora& l = d.weights.lora;
+    return {out.y, d.x, l.a13_erD, l.b13_e2Fr, l.a2_erF, l.b2_eDr};
+  }
+
+ private:
+  Layer layer_;
+  kernels::ExpertsLora lora_;
+  kernels::ExpertsInput input_;
+};
+
+void run_lora(double seconds, const Mesh& mesh, const std::vector<Shape>& shapes,
+              std::int64_t rank) {
+  std::printf(
+      "forward and gradient of the input, LoRA of rank %ld on all experts; ms, burst / steady\n\n"
+      "| shape (T, D, F, E, K) | kernels | without | with LoRA | costs %% | apart |\n"
+      "|---|---|---|---|---|---|\n",
+      rank);
+  for (const Shape& s : shapes) {
+    FrozenExperts experts(mesh, s, rank);
+    std::vector<at::Tensor> of_library;
+    for (const auto kernels : {GpuKernels::library, GpuKernels::own}) {
+      const kernels::UseGpuKernels use(kernels);
+      auto results = experts.run(true);
+      double apart = 0;  // from what LibTorch's operations give
+      if (of_library.empty()) of_library = results;
+      for (size_t i = 0; i < results.size(); ++i)
+        apart = std::max(apart, error_of(results[i], wide(of_library[i])));
+      results.clear();
+      // In turns, as the clock falls while the card is warm.
+      Times without[2], with[2];
+      for (int i = 0; i < 2; ++i) {
+        without[i] = measure(seconds / 2, [&] { experts.run(false); });
+        with[i] = measure(seconds / 2, [&] { experts.run(true); });
+      }
+      const auto mean = [](const Times(&t)[2]) {
+        return Times{(t[0].burst + t[1].burst) / 2, (t[0].steady + t[1].steady) / 2};
+      };
+      const Times a = mean(without), b = mean(with);
+      std::printf(
+          "| %s (%ld, %ld, %ld, %ld, %ld) | %s | %.3f / %.3f | %.3f / %.3f | %.1f / %.1f | %.1e "
+          "|\n",
+          s.name, s.T, s.D, s.F, s.E, s.K, kernels == GpuKernels::own ? "own" : "_grouped_mm",
+          a.burst, a.steady, b.burst, b.steady, 100 * (b.burst / a.burst - 1),
+          100 * (b.steady / a.steady - 1), apart);
+      std::fflush(stdout);
+      MOESH_CHECK(apart < 3e-2, ErrorKind::internal, "the results are ", apart,
+                  " apart, more than 3e-2");
+    }
+  }
+}
+
+/// lora_rank 0: the layer itself.
+void run(double seconds, const std::vector<Shape>& shapes, std::int64_t lora_rank) {
   at::manual_seed(1);
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
+  if (lora_rank > 0) return run_lora(seconds, mesh, shapes, lora_rank);
   Table table(seconds);
   for (const Shape& shape : shapes)
     for (const auto routing :
@@ -310,9 +396,14 @@ int main(int argc, char** argv) try {
   MOESH_CHECK(seconds > 0, moesh::ErrorKind::config, "bench_moe_gpu: ", seconds,
               " seconds per measurement; pass a positive number");
   std::vector<Shape> shapes;
+  std::int64_t lora_rank = 0;
   for (int i = 2; i < argc; ++i) {
     const std::string text = argv[i];
-    if (text.find_first_not_of("1234") != std::string::npos)
+    if (text.starts_with("lora=")) {
+      lora_rank = std::atol(text.c_str() + 5);
+      MOESH_CHECK(lora_rank > 0, moesh::ErrorKind::config, "bench_moe_gpu: '", text,
+                  "'; pass a rank of 1 or more, such as lora=16");
+    } else if (text.find_first_not_of("1234") != std::string::npos)
       shapes.push_back(shape_of(text));
     else
       for (const char c : text) shapes.push_back(kShapes[c - '1']);
@@ -320,7 +411,7 @@ int main(int argc, char** argv) try {
   if (shapes.empty()) shapes.assign(std::begin(kShapes), std::end(kShapes));
   moesh::comm::LaunchOptions options;
   options.device = kDevice;
-  moesh::comm::launch(1, [&](moesh::comm::Group&) { run(seconds, shapes); }, options);
+  moesh::comm::launch(1, [&](moesh::comm::Group&) { run(seconds, shapes, lora_rank); }, options);
 } catch (const std::exception& e) {
   std::fprintf(stderr, "bench_moe_gpu: %s\n", e.what());
   return 1;

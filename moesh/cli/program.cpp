@@ -22,6 +22,7 @@
 #include "moesh/cli/commands.h"
 #include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/rank_status.h"
+#include "moesh/train/stop.h"
 
 namespace moesh::cli {
 namespace {
@@ -112,6 +113,15 @@ void end_with_sentences() {
   action.sa_sigaction = end_if_no_memory, action.sa_flags = SA_SIGINFO;
   if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
     ::sigaction(SIGSEGV, &action, nullptr);
+}
+
+void begin_program(int argc, const char* const* argv) {
+  end_with_sentences();
+  constexpr std::string_view kLogLevel = "--log-level";  // may be before the command
+  int at = 1;
+  while (at < argc && std::string_view(argv[at]).starts_with(kLogLevel))
+    at += argv[at] == kLogLevel ? 2 : 1;
+  if (at < argc && argv[at] == std::string_view("train")) train::catch_early_signals();
 }
 
 int run_program(const std::vector<std::string>& args) {

@@ -14,4 +14,8 @@ int run_program(const std::vector<std::string>& args);
 /// code, and so does a library that gets no memory because of a limit (ulimit -v).
 void end_with_sentences();
 
+/// The same, and a signal to a training counts from here on: may be called before any library is
+/// initialized.
+void begin_program(int argc, const char* const* argv);
+
 }  // namespace moesh::cli

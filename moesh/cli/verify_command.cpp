@@ -135,7 +135,8 @@ struct Totals {
     const auto most = [&](std::int64_t LeftOut::* count) {
       left_out.*count = std::max(left_out.*count, r.left_out.*count);
     };
-    most(&LeftOut::steps), most(&LeftOut::tensors), most(&LeftOut::against_float64);
+    most(&LeftOut::steps), most(&LeftOut::tensors), most(&LeftOut::gradients),
+        most(&LeftOut::against_float64);
     is_first = prints(r);
     meshes.push_back(to_json(v));
   }

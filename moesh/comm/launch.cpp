@@ -1,7 +1,6 @@
 #include "moesh/comm/launch.h"
 
 #include <ATen/Parallel.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -71,9 +70,6 @@ void use_device(at::Device device) {
 
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks) {
   set_log_rank(rank);
-  // Ranks on one GPU would also have its one backward thread in common, and the first collective
-  // in backward would hang.
-  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   ranks_on_machine = num_local_ranks;
   const char* asked =
       std::getenv("OMP_NUM_THREADS");  // what the user says counts, also where it is not the best

@@ -1,6 +1,7 @@
 #include "moesh/comm/mesh.h"
 
 #include <ATen/ops/tensor.h>
+#include <c10/core/AutogradState.h>
 
 #include <algorithm>
 #include <array>
@@ -324,7 +325,15 @@ std::string Mesh::table() const {
   return os.str();
 }
 
-MeshScope::MeshScope(const Mesh& mesh) : scope_(scoped_mesh, &mesh) {}
+MeshScope::MeshScope(const Mesh& mesh)
+    : scope_(scoped_mesh, &mesh),
+      other_threads_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) {
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+}
+
+MeshScope::~MeshScope() {
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(other_threads_);
+}
 
 const Mesh& current_mesh() {
   MOESH_CHECK(

@@ -92,12 +92,18 @@ class Mesh {
 };
 
 /// Makes a mesh the one that typed collectives of this thread use, as long as the scope lives.
+/// Backward runs on this thread then, on GPUs too. Autograd would run it on one of its own, which
+/// has no mesh and which all ranks on a GPU have in common: their first collective would hang.
 class MeshScope {
  public:
   explicit MeshScope(const Mesh& mesh);
+  ~MeshScope();
+  MeshScope(const MeshScope&) = delete;
+  MeshScope& operator=(const MeshScope&) = delete;
 
  private:
   ScopedValue<const Mesh*> scope_;
+  bool other_threads_;  // whether autograd might use them outside of the scope
 };
 
 /// The mesh of the innermost scope of this thread.

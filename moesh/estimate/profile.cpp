@@ -9,6 +9,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/dry_rank.h"
 #include "moesh/models/stage.h"
+#include "moesh/optim/muon.h"
 #include "moesh/pipeline/simulate.h"
 
 namespace moesh::estimate {
@@ -295,6 +296,16 @@ void set_shares(const models::DecoderPlan& plan, ModelShape& shape) {
   const double all = of_last + (last.embedding() ? 0 : embedding);
   shape.of_first = embedding / all, shape.of_last = of_last / all;
 }
+
+void set_muon(const Config& config, ModelShape& shape) {
+  const OneRankScope scope;
+  const auto whole = make_model(config, at::kMeta);
+  whole->each_param([&](const Stored& w, bool) {
+    if (!w.spec.trained || !optim::is_for_muon(w)) return;
+    shape.muon_numbers += static_cast<double>(c10::multiply_integers(w.spec.shape));
+    shape.muon_flops += optim::muon_flops(w, config.optimizer.muon_by_head);
+  });
+}
 }  // namespace
 
 ModelShape model_shape(const Config& config) {
@@ -306,6 +317,7 @@ ModelShape model_shape(const Config& config) {
         ModelShape shape{
             .is_moe = {}, .layer_flops = flops.layers, .head_flops = flops.head, .dim = c.dim};
         set_shares(plan, shape);
+        if (config.optimizer.name == "muon") set_muon(config, shape);
         for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));
         return shape;
       },

@@ -45,6 +45,8 @@ struct ModelShape {
   // Shares of what is around the layers (embedding, head, layers of multi-token prediction) that
   // the first and the last stage have, by parameters that are not those of experts.
   double of_first = 0.5, of_last = 0.5;
+  // What Muon moves, and the FLOPs of a step that makes it nearly orthogonal; 0 with other rules.
+  double muon_numbers = 0, muon_flops = 0;
 };
 ModelShape model_shape(const Config& config);
 

@@ -5,25 +5,30 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/pipeline/lanes.h"
 
 namespace moesh::estimate {
 namespace {
 
 // Seconds of one micro-batch on a rank in one direction, by what goes on beside what.
 struct Pass {
-  double around = 0;      // computing but for the experts
-  double at_experts = 0;  // computing with rows that have come to their experts
-  double travel = 0;      // rows to the experts and home, which another micro-batch's work can hide
-  double apart = 0;       // rows inside a node or over etp, which nothing hides
-  double tensor = 0;      // collectives of tp and cp
-  double storage = 0;     // gathering parameters and reducing gradients, as far as it shows
+  double before = 0;               // computing until rows go to their experts
+  double at_experts = 0;           // with rows that have come there
+  double after = 0;                // when they are home
+  double between = 0, inside = 0;  // rows between nodes, and inside those of two hops
+  double hidden = 0;               // of these, behind what another micro-batch computes
+  double apart = 0;                // rows over etp, which nothing hides
+  double tensor = 0;               // collectives of tp and cp
+  double storage = 0;  // gathering parameters and reducing gradients, as far as it shows
 
-  double compute() const { return around + at_experts; }
-  double all() const { return compute() + travel + apart + tensor + storage; }
+  double compute() const { return before + at_experts + after; }
+  double travel() const { return between + inside; }
+  double rows() const { return travel() - hidden + apart; }
+  double all() const { return compute() + rows() + tensor + storage; }
   void add(const Pass& p, double times = 1) {
-    around += times * p.around, at_experts += times * p.at_experts;
-    travel += times * p.travel, apart += times * p.apart;
-    tensor += times * p.tensor, storage += times * p.storage;
+    before += times * p.before, at_experts += times * p.at_experts, after += times * p.after;
+    between += times * p.between, inside += times * p.inside, hidden += times * p.hidden;
+    apart += times * p.apart, tensor += times * p.tensor, storage += times * p.storage;
   }
 };
 
@@ -40,27 +45,44 @@ struct Parts {
     again += times * p.again, weights += times * p.weights;
   }
   double all() const { return forward.all() + backward.all(); }
-  double travel() const { return forward.travel + backward.travel; }
-  double rows() const { return travel() + forward.apart + backward.apart; }
+  double between() const { return forward.between + backward.between; }
+  double inside() const { return forward.inside + backward.inside; }
+  double rows() const { return forward.rows() + backward.rows(); }
   double tensor() const { return forward.tensor + backward.tensor; }
   double storage() const { return forward.storage + backward.storage; }
 };
 
-// One works while rows of the other travel, on multiprocessors of the same GPU.
-double beside(double work, double travel) {
-  const double slower = work * (1 + kPartThatMoves);
-  return travel >= slower ? travel : work + kPartThatMoves * travel;
+// What a layer does in one direction. As many rows come home as go there in forward; the others of
+// backward go there with them. In forward their counts come first, for which the rank waits, behind
+// rows that are under way (their own time is among that of the rows).
+void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward) {
+  const double home = std::min(p.between, forward.between / 2),
+               home_inside = std::min(p.inside, forward.inside / 2),
+               counts = &p == &forward ? 1e-9 : 0;
+  lane.push_back({.compute = p.before, .message = counts, .takes_turns = false});
+  lane.push_back({.message = p.between - home});
+  const auto link = pipeline::RowLink::inside;
+  if (p.inside > 0) lane.push_back({.message = counts, .link = link, .takes_turns = false});
+  lane.push_back({.message = p.inside - home_inside, .link = link});
+  lane.push_back({.compute = p.at_experts, .message = p.apart, .takes_turns = false});
+  lane.push_back({.message = home_inside, .link = link});
+  lane.push_back({.message = home});
+  lane.push_back({.compute = p.after});
 }
 
-// Two passes at a time, of two micro-batches: while rows of `a` go to their experts `b` does what
-// comes before the experts, the experts of `a` work while rows of `b` come, and so on. Two
-// forwards, two backwards, or a forward and a backward: rows go there and back in each. The time of
-// the rows of `a` that the work of `b` hides.
-double hidden_behind(const Pass& a, const Pass& b) {
-  const auto hidden = [](double work, double travel) {
-    return work + travel - beside(work, travel);
-  };
-  return hidden(b.around, a.travel / 2) + hidden(b.at_experts, a.travel / 2);
+// How much sooner two lanes end that take turns.
+double gain_of_turns(const std::vector<pipeline::Lane>& lanes) {
+  double apart = 0;
+  for (const pipeline::Lane& lane : lanes) apart += pipeline::seconds_apart(lane);
+  return std::max(0.0, apart - pipeline::seconds_in_turns(lanes, kPartThatMoves));
+}
+
+// Of one pass beside another one that is alike, in a model of many such layers.
+double hidden_in_pairs(const Pass& p, const Pass& forward) {
+  constexpr int kLayers = 16;
+  pipeline::Lane lane;
+  for (int i = 0; i < kLayers; ++i) add_to(lane, p, forward);
+  return std::min(p.travel(), gain_of_turns({lane, lane}) / (2 * kLayers));
 }
 
 // Where micro-batches of a pipeline share gathered parameters, a step gathers them once.
@@ -124,8 +146,12 @@ void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
     const Axes axes = axes_of(entry.first.first);
     if ((axes & (dp_replicate | dp_shard | efsdp)) != none) continue;
     const bool is_row = (axes & (ep | ep_nodes | ep_inside | etp)) != none,
-               travels = (axes & (ep | ep_nodes)) != none;
-    (!is_row ? to.tensor : travels ? to.travel : to.apart) += seconds_of(s, entry);
+               is_between = (axes & (ep | ep_nodes)) != none,
+               is_inside = (axes & ep_inside) != none;
+    (!is_row      ? to.tensor
+     : is_between ? to.between
+     : is_inside  ? to.inside
+                  : to.apart) += seconds_of(s, entry);
   }
 }
 
@@ -156,9 +182,10 @@ Parts parts_of(const PartProfile& p, const Setting& s) {
   out.again = again.all();
   out.weights = forward.experts + forward.dense;  // as many products as in forward
   out.forward.at_experts = forward.at_experts();
-  out.forward.around = forward.all() - forward.at_experts();
+  out.forward.before = forward.all() - forward.at_experts();
+  out.backward.before = again.all() - again.at_experts();
   out.backward.at_experts = again.at_experts() + backward.at_experts();
-  out.backward.around = again.all() + backward.all() - out.backward.at_experts;
+  out.backward.after = backward.all() - backward.at_experts();
   const comm::Ledger &in_forward_pass = p.work.sent_in_forward,
                      in_backward_pass = without(p.traffic, in_forward_pass);
   add_traffic(in_forward_pass, s, out.forward);
@@ -171,12 +198,13 @@ Parts parts_of(const PartProfile& p, const Setting& s) {
   const double gather = s.gathers_of_each() * seconds_of_large_pass(bytes.gather, s.cluster),
                rest = (s.gathers_again() ? gather : 0) +
                       seconds_of_large_pass(bytes.gradients, s.cluster);
-  out.forward.around += gather, out.backward.around += rest;
+  out.forward.before += gather, out.backward.after += rest;
   out.compute.passes += gather + rest;
 
-  const double hidden_forward = s.in_pairs * hidden_behind(out.forward, out.forward),
-               hidden_backward = s.in_pairs * hidden_behind(out.backward, out.backward);
-  out.forward.travel -= hidden_forward, out.backward.travel -= hidden_backward;
+  if (s.in_pairs > 0) {
+    out.forward.hidden = s.in_pairs * hidden_in_pairs(out.forward, out.forward);
+    out.backward.hidden = s.in_pairs * hidden_in_pairs(out.backward, out.forward);
+  }
 
   // The parameters of the next block travel while this one computes, forward and backward, and
   // gradients are reduced while backward goes on: as far as rows leave the links free.
@@ -194,8 +222,8 @@ Parts parts_of(const PartProfile& p, const Setting& s) {
   const auto shows = [](double all, double can, double free) {
     return all - std::min(can, std::max(0.0, free));
   };
-  out.forward.storage = shows(in_forward, in_forward, out.forward.compute() - hidden_forward);
-  out.backward.storage = shows(in_backward, can_hide, out.backward.compute() - hidden_backward);
+  out.forward.storage = shows(in_forward, in_forward, out.forward.compute() - out.forward.hidden);
+  out.backward.storage = shows(in_backward, can_hide, out.backward.compute() - out.backward.hidden);
   return out;
 }
 
@@ -329,11 +357,17 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   size_t layer = 0;
   for (size_t s = 0; s < pipe.plan.size(); ++s) {
     Parts stage;
+    pipeline::Lane forward, backward;
     StateMemory state;
     double activations = 0, kept = 0, gathered = 0;
     for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
       const PartProfile& p = profile.layers.at(model.is_moe[layer]);
-      stage.add(layer_parts.at(model.is_moe[layer]));
+      const Parts& parts = layer_parts.at(model.is_moe[layer]);
+      stage.add(parts);
+      pipeline::Lane of_layer;
+      add_to(of_layer, parts.backward, parts.forward);
+      backward.insert(backward.begin(), of_layer.begin(), of_layer.end());
+      add_to(forward, parts.forward, parts.forward);
       add(state, p.dense), add(state, p.experts);
       activations += p.activations, kept += p.kept, gathered += p.gathered;
     }
@@ -352,6 +386,9 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                          is_first, setting);
     }
     stage.add(end);
+    forward.push_back({.compute = end.forward.compute()});
+    backward.insert(is_first ? backward.end() : backward.begin(),
+                    {.compute = end.backward.compute()});
     pipe.ends.push_back(end.compute.all());
     pipe.stages.push_back(stage);
     pipe.state.push_back(state);
@@ -361,8 +398,10 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
     pipe.gathered.push_back(gathered);
     pipeline::StageCosts c = costs_of(stage);
     if (is_joined(order, mesh)) {  // rows of each that the other hides
-      c.forward_links = hidden_behind(stage.forward, stage.backward);
-      c.backward_links = hidden_behind(stage.backward, stage.forward);
+      const double hidden = gain_of_turns({backward, forward}),
+                   travel = stage.forward.travel() + stage.backward.travel();
+      c.forward_links = travel == 0 ? 0 : hidden * stage.forward.travel() / travel;
+      c.backward_links = hidden - c.forward_links;
     }
     c.activation = setting.in_pairs > 0 ? 2 * activations : activations;
     c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
@@ -403,9 +442,9 @@ double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
     const auto rank = static_cast<size_t>(rank_of[s]);
     const Parts& w = work[rank];
     if (!is_seen[rank])
-      most = std::max(
-          most, before + static_cast<double>(pipe.num_micro) *
-                             (w.all() - w.storage() - (is_joined(order, mesh) ? w.travel() : 0)));
+      most = std::max(most, before + static_cast<double>(pipe.num_micro) *
+                                         (w.all() - w.storage() -
+                                          (is_joined(order, mesh) ? w.between() + w.inside() : 0)));
     is_seen[rank] = true;
     const Parts& stage = pipe.stages[s];
     before +=
@@ -454,6 +493,16 @@ formats::JsonValue to_json(const StepTime& t) {
 }
 
 namespace {
+
+// Owners share the matrices of the model evenly; what they send is not counted. The bytes of a
+// number, all passes over it together, are those with which a step of the 1 B model on an H200
+// takes the 205 ms that it took.
+double seconds_of_muon(const ModelShape& model, int num_ranks, const Cluster& gpu) {
+  constexpr double kBytes = 300;
+  const double part = 1.0 / num_ranks;
+  return seconds({WorkKind::dense, part * model.muon_flops, 0}, gpu) +
+         seconds_of_large_pass(part * model.muon_numbers * kBytes, gpu);
+}
 
 // Nothing where no schedule, and no size of a micro-batch, gives more than `least` tokens a second.
 std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
@@ -508,6 +557,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                          of_gradients * static_cast<double>(state[r].gradients);
     out.update = std::max(out.update, seconds_of_large_pass(bytes, cluster));
   }
+  out.update += seconds_of_muon(model, mesh.num_ranks(), cluster);
   const auto busiest = std::max_element(busy.begin(), busy.end()) - busy.begin();
   const Parts& longest = work[static_cast<size_t>(busiest)];
   const double longest_busy = busy[static_cast<size_t>(busiest)],
@@ -578,7 +628,8 @@ double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, con
       experts += least_seconds_of_experts(profile.layers.at(is_moe).work, cluster);
     compute += experts - sum.compute.experts;
   }
-  const double fastest = std::max(compute, sum.travel()) + sum.rows() - sum.travel() + sum.tensor();
+  const double fastest = std::max({compute, sum.between(), sum.inside()}) + sum.forward.apart +
+                         sum.backward.apart + sum.tensor();
   return tokens * mesh.dp_replicate * mesh.dp_shard / fastest;
 }
 

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <deque>
-#include <limits>
 #include <memory>
 #include <string>
 
@@ -18,12 +17,16 @@ namespace moesh::raw {
 
 // Values that the parts of f kept, in the order in which f reached them.
 struct Results {
+  explicit Results(Keep keep) : keeps(keep == Keep::expensive) {}
+
   struct KeptResult {
     std::string what;
     std::vector<at::Tensor> tensors;
   };
   std::deque<KeptResult> all;
-  bool is_second_run = false;
+  std::deque<std::any> once;  // what was computed_once
+  at::Tensor coming;          // in the second run, the gradient of the first result
+  bool keeps, is_second_run = false;
 };
 
 namespace {
@@ -31,8 +34,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Parts of f keep and recall here, in the step or, outside of one, in a state of its own. Null:
-// nothing is kept, also where a recompute around does.
+// Parts of f keep and recall here, in the step or, outside of one, in a state of its own.
 class ResultsScope {
  public:
   explicit ResultsScope(Results* results) {
@@ -48,15 +50,17 @@ class ResultsScope {
   Results* outer_;
 };
 
-// The results of the current run; null: nothing is kept.
+// The results of the current run; null: no recompute goes on.
 Results* current_results() {
   const StepState* step = StepState::current();
   return step ? step->results : nullptr;
 }
 
 struct Body : torch::CustomClassHolder {
+  Body(std::function<std::vector<at::Tensor>(const at::Tensor&, bool)> function, Keep keep)
+      : f(std::move(function)), kept(keep) {}
   std::function<std::vector<at::Tensor>(const at::Tensor&, bool)> f;
-  std::unique_ptr<Results> kept;  // null: nothing is
+  Results kept;
   std::vector<bool> defined;
 };
 
@@ -68,7 +72,7 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
     context->save_for_backward({x});
     context->saved_data["body"] = c10::IValue::make_capsule(body);
     variable_list out;
-    const ResultsScope scope(body->kept.get());
+    const ResultsScope scope(&body->kept);
     for (const auto& t : body->f(x.detach(), false)) {
       body->defined.push_back(t.defined());
       if (t.defined()) out.push_back(t);
@@ -83,8 +87,9 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
     {
       RECORD_USER_SCOPE("forward again");
       const at::AutoGradMode enable(true);
-      const ResultsScope scope(body->kept.get());
-      if (body->kept) body->kept->is_second_run = true;
+      const ResultsScope scope(&body->kept);
+      body->kept.is_second_run = true;
+      if (body->defined[0]) body->kept.coming = grads[0].contiguous();
       size_t next = 0;
       for (const auto& t : body->f(x, true)) {
         if (!t.defined()) continue;
@@ -92,8 +97,9 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
         if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
       }
     }
-    MOESH_CHECK(!body->kept || body->kept->all.empty(), ErrorKind::internal,
-                "the second run of a recompute has not asked for ", body->kept->all.front().what,
+    body->kept.coming.reset();
+    MOESH_CHECK(body->kept.all.empty(), ErrorKind::internal,
+                "the second run of a recompute has not asked for ", body->kept.all.front().what,
                 ", which the first one kept; f must do the same in both");
     torch::autograd::backward(outputs, gradients);
     return {x.grad(), at::Tensor(), at::Tensor()};
@@ -104,7 +110,7 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
 
 std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
   Results* const results = current_results();
-  if (!results || !results->is_second_run) return std::nullopt;
+  if (!results || !results->keeps || !results->is_second_run) return std::nullopt;
   MOESH_CHECK(!results->all.empty() && results->all.front().what == what, ErrorKind::internal,
               "the second run of a recompute asks for ", what, ", and the first one kept ",
               results->all.empty() ? "nothing more" : results->all.front().what,
@@ -116,14 +122,31 @@ std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
 
 void keep(std::string_view what, const std::vector<at::Tensor>& tensors) {
   Results* const results = current_results();
-  if (!results || results->is_second_run) return;
+  if (!results || !results->keeps || results->is_second_run) return;
   auto& kept = results->all.emplace_back();
   kept.what = what;
   for (const auto& t : tensors) kept.tensors.push_back(t.defined() ? t.detach() : t);
 }
 
-at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return at::full({}, std::numeric_limits<double>::quiet_NaN(), options).expand(sizes);
+bool is_second_run() {
+  const Results* const results = current_results();
+  return results && results->is_second_run;
+}
+
+at::Tensor coming_gradient() {
+  const Results* const results = current_results();
+  return results ? results->coming : at::Tensor();
+}
+
+std::any computed_once(const std::function<std::any()>& f) {
+  Results* const results = current_results();
+  if (!results) return f();
+  if (!results->is_second_run) return results->once.emplace_back(f());
+  MOESH_CHECK(!results->once.empty(), ErrorKind::internal,
+              "the second run of a recompute computes more of what is computed once");
+  std::any first = std::move(results->once.front());
+  results->once.pop_front();
+  return first;
 }
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
@@ -137,9 +160,7 @@ std::vector<at::Tensor> recompute(
     std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f, const at::Tensor& x,
     Keep keep) {
   if (!at::GradMode::is_enabled()) return f(x, false);
-  auto body = c10::make_intrusive<Body>();
-  body->f = std::move(f);
-  if (keep == Keep::expensive) body->kept = std::make_unique<Results>();
+  const auto body = c10::make_intrusive<Body>(std::move(f), keep);
   const at::Tensor anchor = at::zeros({0}, x.options()).requires_grad_(true);
   const variable_list out = RecomputeFunction::apply(x, anchor, body);
   std::vector<at::Tensor> results;

@@ -2,6 +2,7 @@
 // Activation recompute: memory for a second forward pass. What is expensive to compute can be kept
 // from the first pass.
 
+#include <any>
 #include <functional>
 #include <optional>
 #include <string_view>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
@@ -29,10 +31,14 @@ std::vector<at::Tensor> recompute(
 std::optional<std::vector<at::Tensor>> recall(std::string_view what);
 void keep(std::string_view what, const std::vector<at::Tensor>& results);
 
-/// Stands for a result that the second run need not compute: one of the last before the end of f,
-/// whose values no gradient needs. It is NaN, without memory, so that a gradient which does need it
-/// shows.
-at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options);
+/// Whether a second run goes on, which makes the graph that backward takes. What no gradient needs,
+/// such as the last values before the end of f, can be not_computed (attach.h) there.
+bool is_second_run();
+/// There: the gradient of the first result of f, so that it can be on its way before backward comes
+/// to it. Else undefined.
+at::Tensor coming_gradient();
+
+std::any computed_once(const std::function<std::any()>& f);
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own);
 }  // namespace raw
@@ -55,6 +61,21 @@ auto recompute(Fn f, const Tensor<L>& x, Keep keep = Keep::nothing) {
   return [&]<size_t... i>(std::index_sequence<i...>) {
     return Results{std::tuple_element_t<i, Results>::assume(plain[i])...};
   }(std::make_index_sequence<std::tuple_size_v<Results>>());
+}
+
+/// f(), which the second run of a recompute takes from the first one: for something small that
+/// ranks agree upon, such as counts on the host.
+template <class Fn>
+auto computed_once(Fn f) {
+  return std::any_cast<std::invoke_result_t<Fn&>>(
+      raw::computed_once([&] { return std::any(f()); }));
+}
+
+/// raw::coming_gradient(), where the first result is a Tensor<L>.
+template <auto L>
+std::optional<Tensor<adjoint(L)>> coming_gradient() {
+  const at::Tensor gradient = raw::coming_gradient();
+  return gradient.defined() ? std::optional(Tensor<adjoint(L)>::assume(gradient)) : std::nullopt;
 }
 
 /// linear(x, w), whose result is kept by a recompute that keeps values.

@@ -135,6 +135,13 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
               ErrorKind::data, "dy is ", describe(dy), "; y was ", describe(x));
   check_weight("gate_RF", saved.gate_RF, x, {num_rows, w.w1_eFD.size(1)});
   check_weight("up_RF", saved.up_RF, x, {num_rows, w.w1_eFD.size(1)});
+  const ExpertsLora& l = w.lora;
+  if (l.any()) {
+    const auto check_low = [&](const char* name, const at::Tensor& low_Rr, const at::Tensor& a) {
+      if (a.defined()) check_weight(name, low_Rr, x, {num_rows, a.size(1)});
+    };
+    check_low("low13_Rr", saved.low13_Rr, l.a13_erD), check_low("low2_Rr", saved.low2_Rr, l.a2_erF);
+  }
   MOESH_CHECK(version(saved.gate_RF) == saved.version, ErrorKind::internal,
               "a second backward of the experts: the first one consumed what forward had saved");
   for (at::Tensor* t : {&saved.gate_RF, &saved.up_RF}) {

@@ -80,13 +80,14 @@ struct ExpertsInput {
   at::Tensor inverse_TK;  // int32
 };
 
-/// All that backward needs besides the weights: what came in, and the pre-activations (w1 x and w3
-/// x, without bias and score).
+/// All that backward needs besides the weights: what came in, the pre-activations (w1 x and w3 x,
+/// with LoRA, without bias and score), and what A of LoRA made of the rows, times its scale.
 struct ExpertsSaved {
   ExpertsInput input;
   at::Tensor gate_RF;
   at::Tensor up_RF;
-  std::uint32_t version = 0;  // of gate_RF when forward returned: backward changes it
+  at::Tensor low13_Rr = {}, low2_Rr = {};  // undefined: no LoRA there
+  std::uint32_t version = 0;               // of gate_RF when forward returned: backward changes it
 };
 
 struct ExpertsOutput {

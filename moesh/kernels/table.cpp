@@ -82,13 +82,17 @@ const KernelTable& kernels_for(at::Device device) {
 }
 
 const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
-  if (weights.lora.any()) {  // ranks are small: its products are LibTorch's on every device
+  const KernelTable& table = kernels_for(weights.w1_eFD.device());
+  if (weights.lora.any() && !table.takes_lora) {
     if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
-      refuse("moesh's own experts take no LoRA");
+      refuse("moesh's own experts take LoRA on Hopper only");
     return aten_kernels();
   }
-  const KernelTable& table = kernels_for(weights.w1_eFD.device());
-  if (config.float8_tile > 0 && !table.experts_take_float8) return aten_kernels();
+  if (config.float8_tile > 0 && (weights.lora.any() || !table.experts_take_float8)) {
+    if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
+      refuse("moesh's own experts take LoRA only without float8");
+    return aten_kernels();
+  }
   return for_experts(table, config, weights);
 }
 

@@ -70,6 +70,7 @@ struct KernelTable {
   std::string (*refuses_device)(at::Device device) = nullptr;
   std::string (*refuses_experts)(const ExpertsConfig& config,
                                  const ExpertsWeights& weights) = nullptr;
+  bool takes_lora = false;  // else experts with LoRA are LibTorch's
 };
 
 const KernelTable& cpu_kernels();

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 
 #include "moesh/base/interrupt.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/nn/residual.h"
 
 namespace moesh::models {
@@ -93,7 +94,9 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
             {}};
   const nn::RouteOptions route_options{
       .pass = options.pass, .probe = options.probe, .layer = moe_layer, .micro_batch = batch.index};
-  const auto out = (*moe_)(normed, tokens, route_options);
+  auto dy = coming_gradient<nn::Stream<Sp>::layout>();
+  if (dy && residual_scale_ != 1) dy = scale(*dy, residual_scale_);
+  const auto out = (*moe_)(normed, tokens, route_options, dy);
   return {added(stream, out.y),
           auxiliary_losses(out.route, moe_->router().config(), tokens, batch, options.auxiliary,
                            route_options),

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "moesh/comm/mesh.h"
@@ -83,6 +84,9 @@ struct DispatchInput {
   const PerToken& x_ND;         // this rank's own tokens: those of the route
   const Route& route;
   const Tokens& tokens;
+  /// In a recompute: the gradient of what the routed experts give, which rows of tokens may take
+  /// along.
+  const std::optional<PerToken>& dy_ND;
 };
 
 /// One way to compute routed and shared experts. x is the stream [tokens, D]: with sequence

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/residual.h"
@@ -132,17 +133,31 @@ AtExperts apply_at_experts(const Experts& experts, const AtExperts& rows_RD,
 // Rows go to the ranks of their experts, K rows a token, and are gathered over etp.
 class AllToAll final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
+    return in.dy_ND ? run(in, meanwhile, *in.dy_ND) : run(in, meanwhile);
+  }
+
+  template <class... Gradient>
+  static PerToken run(const DispatchInput& in, const std::function<void()>& meanwhile,
+                      const Gradient&... dy_ND) {
     const auto sorted =
         kernels::sort_by_expert(local(in.route.experts_NK), in.experts.config().num_experts);
-    const RowTraffic traffic = count_traffic(kernels::counts_of(sorted.ends_e), ep);
-    const auto rows = spread_rows(in.x_ND, sorted.token_R, sorted.inverse_TK);
-    const auto scores = scores_of_rows(in.route.weights_NK, sorted);
-    auto moving = start_to_experts<ep>(traffic.send, traffic.recv, sparse(rows), sparse(scores));
+    const RowTraffic traffic =
+        computed_once([&] { return count_traffic(kernels::counts_of(sorted.ends_e), ep); });
+    const auto spread = [&](const PerToken& x) {
+      return sparse(spread_rows(x, sorted.token_R, sorted.inverse_TK));
+    };
+    auto moving =
+        start_to_experts<ep>(traffic.send, traffic.recv, spread(in.x_ND),
+                             sparse(scores_of_rows(in.route.weights_NK, sorted)), spread(dy_ND)...);
     meanwhile();
-    const auto [rows_RD, scores_R] = moving.wait();
-    const auto y_RD = apply_at_experts(in.experts, rows_RD, scores_R, traffic);
-    const auto home = dense(start_to_owners<ep>(y_RD, traffic.recv, traffic.send).wait());
-    return combine_rows(home, sorted.token_R, sorted.inverse_TK);
+    const auto there = moving.wait();
+    const auto y_RD = apply_at_experts(in.experts, std::get<0>(there), std::get<1>(there), traffic);
+    if constexpr (sizeof...(dy_ND) > 0) {
+      return dense(at_home<ep>(y_RD, std::get<2>(there), local(in.x_ND).sizes()));
+    } else {
+      const auto home = dense(start_to_owners<ep>(y_RD, traffic.recv, traffic.send).wait());
+      return combine_rows(home, sorted.token_R, sorted.inverse_TK);
+    }
   }
 };
 
@@ -177,28 +192,50 @@ class TwoHops final : public RoundTrip {
 
  private:
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
+    return in.dy_ND ? run(in, meanwhile, *in.dy_ND) : run(in, meanwhile);
+  }
+
+  template <class... Gradient>
+  PerToken run(const DispatchInput& in, const std::function<void()>& meanwhile,
+               const Gradient&... dy_ND) const {
     // To the nodes.
     const auto to_nodes = sort_by_node(local(in.route.experts_NK));
-    const NodeTraffic hop = count_node_traffic(kernels::counts_of(to_nodes.ends_e));
+    const NodeTraffic hop =
+        computed_once([&] { return count_node_traffic(kernels::counts_of(to_nodes.ends_e)); });
     const auto spread = [&](const PerToken& x) {
       return sparse(spread_rows(x, to_nodes.token_R, to_nodes.inverse_TK));
     };
     auto moving = start_to_nodes(hop.send, hop.recv, spread(in.x_ND), spread(in.route.weights_NK),
-                                 spread(numbers(in.route)));
+                                 spread(numbers(in.route)), spread(dy_ND)...);
     meanwhile();
-    const auto [x_MD, scores_MK, chosen_MK] = moving.wait();
+    const auto at_nodes = moving.wait();
+    const auto &scores_MK = std::get<1>(at_nodes), &chosen_MK = std::get<2>(at_nodes);
     // To the experts, and back.
     const auto sorted = sort_on_node(experts_of(chosen_MK), local(in.x_ND).size(0));
-    const RowTraffic inside = count_traffic(kernels::counts_of(sorted.ends_e), ep_inside);
-    const auto [rows_RD, scores_R] =
-        to_experts(inside.send, inside.recv, spread_rows(x_MD, sorted.token_R, sorted.inverse_TK),
-                   scores_of_rows(scores_MK, sorted));
-    const auto y_RD = apply_at_experts(in.experts, rows_RD, scores_R, inside);
-    const auto at_node = to_node(y_RD, inside.recv, inside.send);
-    // The sum of a token on this node goes home, where those of all nodes are summed.
-    const auto sums_MD = combine_rows(at_node, sorted.token_R, sorted.inverse_TK);
-    const auto home = dense(start_to_owners(sums_MD, hop.recv, hop.send).wait());
-    return combine_rows(home, to_nodes.token_R, to_nodes.inverse_TK);
+    const RowTraffic inside =
+        computed_once([&] { return count_traffic(kernels::counts_of(sorted.ends_e), ep_inside); });
+    const auto spread_inside = [&](const auto& x_MD) {
+      return spread_rows(x_MD, sorted.token_R, sorted.inverse_TK);
+    };
+    const auto go_inside = [&](const auto&... dy_MD) {
+      return start_to_experts(inside.send, inside.recv, spread_inside(std::get<0>(at_nodes)),
+                              scores_of_rows(scores_MK, sorted), spread_inside(dy_MD)...)
+          .wait();
+    };
+    if constexpr (sizeof...(dy_ND) > 0) {
+      const auto there = go_inside(std::get<3>(at_nodes));
+      const auto y_RD =
+          apply_at_experts(in.experts, std::get<0>(there), std::get<1>(there), inside);
+      return dense(at_home<ep>(y_RD, std::get<2>(there), local(in.x_ND).sizes()));
+    } else {
+      const auto [rows_RD, scores_R] = go_inside();
+      const auto y_RD = apply_at_experts(in.experts, rows_RD, scores_R, inside);
+      const auto at_node = start_to_node(y_RD, inside.recv, inside.send).wait();
+      // The sum of a token on this node goes home, where those of all nodes are summed.
+      const auto sums_MD = combine_rows(at_node, sorted.token_R, sorted.inverse_TK);
+      const auto home = dense(start_to_owners(sums_MD, hop.recv, hop.send).wait());
+      return combine_rows(home, to_nodes.token_R, to_nodes.inverse_TK);
+    }
   }
 
   // Tokens by the nodes of their experts, each once for a node: inverse_TK is [N, n].
@@ -235,13 +272,24 @@ class TwoHops final : public RoundTrip {
 // experts, and one reduction sums the outputs.
 class AllGather final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
+    return in.dy_ND ? run(in, meanwhile, *in.dy_ND) : run(in, meanwhile);
+  }
+
+  template <class... Gradient>
+  static PerToken run(const DispatchInput& in, const std::function<void()>& meanwhile,
+                      const Gradient&... dy_ND) {
     const SplitDim rows{.dim = 0, .sizes = in.tokens.rows(*current_mesh().group(kExpertAxes))};
     auto moving = start_all_gather_together<kExpertAxes>(
-        rows.sizes, sparse(in.x_ND), sparse(in.route.weights_NK), sparse(numbers(in.route)));
+        rows.sizes, sparse(in.x_ND), sparse(in.route.weights_NK), sparse(numbers(in.route)),
+        sparse(dy_ND)...);
     meanwhile();
-    const auto [x, scores, chosen] = moving.wait();
-    const auto y = in.experts.apply_to_tokens(x, scores, experts_of(chosen));  // T,R,R -> T,P,P
-    return dense(start_reduce_scatter<kExpertAxes>(y, rows).wait());           // T,T,T
+    const auto all = moving.wait();
+    const auto y = in.experts.apply_to_tokens(std::get<0>(all), std::get<1>(all),
+                                              experts_of(std::get<2>(all)));  // T,R,R -> T,P,P
+    if constexpr (sizeof...(dy_ND) > 0)
+      return dense(at_home<kExpertAxes>(y, std::get<3>(all), local(in.x_ND).sizes()));
+    else
+      return dense(start_reduce_scatter<kExpertAxes>(y, rows).wait());  // T,T,T
   }
 };
 

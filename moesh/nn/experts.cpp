@@ -62,7 +62,14 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
     const auto out = run(*call, weights, {x, call->ends_e, scores_R, token_R, inverse});
     call->saved_version = out.saved.version;
     context->saved_data["call"] = c10::IValue::make_capsule(call);
-    variable_list saved{x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF};
+    variable_list saved{x,
+                        scores_R,
+                        token_R,
+                        inverse,
+                        out.saved.gate_RF,
+                        out.saved.up_RF,
+                        out.saved.low13_Rr,
+                        out.saved.low2_Rr};
     for (const at::Tensor& w : listed(weights)) saved.push_back(w);
     context->save_for_backward(saved);
     return out.y;
@@ -72,17 +79,17 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
     const auto call =
         c10::static_intrusive_pointer_cast<ExpertsContext>(context->saved_data["call"].toCapsule());
     const auto s = context->get_saved_variables();
-    const kernels::ExpertsWeights weights{s[6],
-                                          s[7],
-                                          s[8],
+    const kernels::ExpertsWeights weights{s[8],
                                           s[9],
                                           s[10],
                                           s[11],
-                                          {s[12], s[13], s[14], s[15], call->scale13, call->scale2},
+                                          s[12],
+                                          s[13],
+                                          {s[14], s[15], s[16], s[17], call->scale13, call->scale2},
                                           call->codes};
     auto g = kernels::experts_backward(
         call->config, weights,
-        {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], call->saved_version},
+        {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], s[6], s[7], call->saved_version},
         grads[0].contiguous());
     if (!call->sink->is_empty())
       call->sink->leave([sink = call->sink, weights_of = std::move(g.weights_later)] {
@@ -99,13 +106,17 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
   static kernels::ExpertsOutput run(const ExpertsContext& call,
                                     const kernels::ExpertsWeights& weights,
                                     const kernels::ExpertsInput& input) {
+    const auto no_y = [&] { return raw::not_computed(input.x.sizes(), input.x.options()); };
     if (auto first = raw::recall("pre-activations of experts")) {
-      const at::Tensor &gate = (*first)[0], &up = (*first)[1];
-      return {raw::not_computed(input.x.sizes(), input.x.options()),
-              {input, gate, up, static_cast<std::uint32_t>(gate._version())}};
+      const auto& kept = *first;
+      return {no_y(),
+              {input, kept[0], kept[1], kept[2], kept[3],
+               static_cast<std::uint32_t>(kept[0]._version())}};
     }
     auto out = kernels::experts_forward(call.config, weights, input);
-    raw::keep("pre-activations of experts", {out.saved.gate_RF, out.saved.up_RF});
+    if (raw::is_second_run()) out.y = no_y();
+    const auto& s = out.saved;
+    raw::keep("pre-activations of experts", {s.gate_RF, s.up_RF, s.low13_Rr, s.low2_Rr});
     return out;
   }
 };

@@ -121,16 +121,19 @@ class Weight {
 
   template <auto X>
   auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
-    return plus_lora(linear(x, use(weight_), products()), x, numbers);
+    const auto both = for_both(x);
+    return plus_lora(linear(both, use(weight_), products()), both, numbers);
   }
   /// The same; a recompute that keeps values keeps the product with the weight.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
-    return plus_lora(kept_linear(x, use(weight_), products()), x, numbers);
+    const auto both = for_both(x);
+    return plus_lora(kept_linear(both, use(weight_), products()), both, numbers);
   }
   template <auto X, auto C>
   auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
-    return plus_lora(linear(x, use(weight_), bias, products()), x, numbers);
+    const auto both = for_both(x);
+    return plus_lora(linear(both, use(weight_), bias, products()), both, numbers);
   }
   /// y = w x, plus the LoRA term.
   template <auto Y, auto X>
@@ -154,6 +157,12 @@ class Weight {
   }
 
  private:
+  /// Backward adds the gradient of x by LoRA to that by the weight, without a pass of its own.
+  template <auto X>
+  Tensor<X> for_both(const Tensor<X>& x) const {
+    return lora_ ? for_several(x) : x;
+  }
+
   Param<W> weight_;
   std::int64_t float8_tile_ = 0;
   std::optional<LowRank<A, B>> lora_;

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "moesh/fsdp/recompute.h"
 #include "moesh/nn/linear.h"
@@ -13,20 +14,27 @@
 
 namespace moesh::nn {
 
-/// (silu(gate) up) w^T of plain tensors [.., F] and w [D, F]; kept for backward are these three,
-/// and not what is in the brackets. With `needs_values` the backward of what follows needs those of
-/// the result, and a recompute computes them again.
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
-                         bool needs_values = false, const OwnProducts& own = {});
+/// y = h w^T with h = silu(gate) up, of plain tensors [.., F] and w [D, F]. Kept for backward are
+/// these three, and not h, which is another result if it is wanted (else undefined). With
+/// `needs_values` the backward of what follows needs those of y, and a recompute computes them
+/// again.
+struct SwigluOptions {
+  bool needs_values = false, wants_hidden = false;
+};
+std::pair<at::Tensor, at::Tensor> swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
+                                                const at::Tensor& w,
+                                                const SwigluOptions& options = {},
+                                                const OwnProducts& own = {});
 
 /// The same, by the features of the hidden layer that a rank has.
 template <auto L, auto W>
 auto swiglu_linear(const Tensor<L>& gate, const Tensor<L>& up, const Tensor<W>& w,
-                   bool needs_values = false, const OwnProducts& own = {}) {
+                   const SwigluOptions& options = {}, const OwnProducts& own = {}) {
   constexpr auto hidden = mix(Op::mul, apply(Unary::nonlinear, L), L);
   constexpr auto out = mix(Op::linear, hidden, W);
-  return assume<out>(swiglu_linear(gate.local(), up.local(), w.local(), needs_values,
-                                   of_whole_gradients<out>(own)));
+  const auto [y, h] =
+      swiglu_linear(gate.local(), up.local(), w.local(), options, of_whole_gradients<out>(own));
+  return std::pair(assume<out>(y), assume<hidden>(h));
 }
 
 class Mlp {
@@ -41,8 +49,10 @@ class Mlp {
                  bool needs_values = false) const {
     const Full x = for_several(input);
     const auto gate = gate_.kept(x, numbers), up = up_.kept(x, numbers);
-    const auto y = swiglu_linear(gate, up, use(down_.weight()), needs_values, down_.products());
-    return down_.has_lora() ? down_.plus_lora(y, silu(gate) * up, numbers) : y;
+    const auto [y, h] = swiglu_linear(
+        gate, up, use(down_.weight()),
+        {.needs_values = needs_values, .wants_hidden = down_.has_lora()}, down_.products());
+    return down_.plus_lora(y, h, numbers);
   }
 
   template <class Fn>

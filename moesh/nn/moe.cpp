@@ -52,23 +52,28 @@ Moe::Moe(const MoeConfig& config)
 }
 
 template <bool Sp>
-Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens,
-                         const RouteOptions& options) {
+Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options,
+                         const std::optional<Stream<Sp>>& dy_BLD) {
   check_shape(local(x_BLD), tokens, Sp);
   const Stream<Sp> x_ND = for_several(flatten(x_BLD, 0, 1));
   const PerToken mine = own_tokens<Sp>(x_ND, rows_over_tp(tokens));
   Route route = router_.choose(mine, tokens, options);
+  std::optional<PerToken> dy;
+  if (dy_BLD) dy = own_tokens<Sp>(flatten(*dy_BLD, 0, 1), rows_over_tp(tokens));
   const Stream<Sp> y = (*dispatch_)({.experts = experts_,
                                      .shared = shared_ ? &*shared_ : nullptr,
                                      .x_ND = mine,
                                      .route = route,
-                                     .tokens = tokens},
+                                     .tokens = tokens,
+                                     .dy_ND = dy},
                                     x_ND);
   return {unflatten(y, 0, {tokens.batch(), tokens.length()}), std::move(route)};
 }
 
-template Moe::Output<true> Moe::run<true>(const Stream<true>&, const Tokens&, const RouteOptions&);
+template Moe::Output<true> Moe::run<true>(const Stream<true>&, const Tokens&, const RouteOptions&,
+                                          const std::optional<Stream<true>>&);
 template Moe::Output<false> Moe::run<false>(const Stream<false>&, const Tokens&,
-                                            const RouteOptions&);
+                                            const RouteOptions&,
+                                            const std::optional<Stream<false>>&);
 
 }  // namespace moesh::nn

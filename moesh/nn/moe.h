@@ -42,14 +42,17 @@ class Moe {
     Route route;
   };
   /// With sequence parallelism: x is [B, len, D], this rank's piece of the sequence.
+  /// `dy` in a recompute: the gradient of y.
   Output<true> operator()(const Stream<true>& x_BLD, const Tokens& tokens,
-                          const RouteOptions& options = {}) {
-    return run<true>(x_BLD, tokens, options);
+                          const RouteOptions& options = {},
+                          const std::optional<Stream<true>>& dy = {}) {
+    return run<true>(x_BLD, tokens, options, dy);
   }
   /// Without: x is [B, span, D], the same on all tp ranks. No token is computed twice.
   Output<false> operator()(const Stream<false>& x_BLD, const Tokens& tokens,
-                           const RouteOptions& options = {}) {
-    return run<false>(x_BLD, tokens, options);
+                           const RouteOptions& options = {},
+                           const std::optional<Stream<false>>& dy = {}) {
+    return run<false>(x_BLD, tokens, options, dy);
   }
 
   Router& router() { return router_; }
@@ -64,7 +67,8 @@ class Moe {
 
  private:
   template <bool Sp>
-  Output<Sp> run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options);
+  Output<Sp> run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options,
+                 const std::optional<Stream<Sp>>& dy_BLD);
 
   std::unique_ptr<const Dispatch> dispatch_;
   Router router_;

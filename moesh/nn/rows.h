@@ -4,6 +4,7 @@
 // hops.
 
 #include "moesh/kernels/rows.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 
 namespace moesh::nn {
@@ -43,7 +44,10 @@ Rows scores_of_rows(const Rows& scores_NK, const kernels::Sorted& sorted) {
 template <class Rows>
 Rows combine_rows(const Rows& rows_RD, const at::Tensor& token_R, const at::Tensor& inverse_NK) {
   return map_linear(
-      [&](const at::Tensor& t) { return kernels::combine_rows(t, inverse_NK); },
+      [&](const at::Tensor& t) {
+        return raw::is_not_computed(t) ? raw::not_computed({inverse_NK.size(0), t.size(1)}, t)
+                                       : kernels::combine_rows(t, inverse_NK);
+      },
       [token_R](const at::Tensor& g) { return kernels::gather_rows(g.contiguous(), token_R); },
       rows_RD);
 }

@@ -1,12 +1,14 @@
 // n, m rows and columns of a matrix; "part": the box of a matrix that a rank has.
 #include "moesh/optim/muon.h"
 
-#include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/param.h"
@@ -14,17 +16,20 @@
 namespace moesh::optim {
 namespace {
 
-// Five steps of x <- a x + (b x x' + c (x x')^2) x: singular values go to about 1.
-at::Tensor orthogonal(const at::Tensor& matrix) {
+constexpr int kNumSteps = 5;
+
+// So many steps of x <- a x + (b x x' + c (x x')^2) x for each matrix of a stack [count, n, m]:
+// singular values go to about 1.
+at::Tensor orthogonal(const at::Tensor& stack) {
   constexpr double a = 3.4445, b = -4.7750, c = 2.0315, kEps = 1e-7;
-  const bool is_tall = matrix.size(0) > matrix.size(1);
-  at::Tensor x = is_tall ? matrix.t() : matrix;
-  x = x.div(x.norm().clamp_min(kEps));
-  for (int i = 0; i < 5; ++i) {
-    const at::Tensor gram = x.matmul(x.t());
-    x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
+  const bool is_tall = stack.size(1) > stack.size(2);
+  at::Tensor x = is_tall ? stack.transpose(1, 2) : stack;
+  x = x.div(x.norm(2, {1, 2}, /*keepdim=*/true).clamp_min(kEps));
+  for (int i = 0; i < kNumSteps; ++i) {
+    const at::Tensor gram = x.bmm(x.transpose(1, 2));
+    x = at::baddbmm(x, at::baddbmm(gram, gram, gram, b, c), x, a);
   }
-  return is_tall ? x.t() : x;
+  return is_tall ? x.transpose(1, 2) : x;
 }
 
 // Rows and columns of a matrix.
@@ -59,9 +64,11 @@ struct Matrices {
     if (is_stack) return shard[k - r.start[0]];
     return shard.narrow(0, k * n + part(r, k).row - r.start[0], part(r, k).rows);
   }
+  /// FLOPs of orthogonal() for one of them.
   double cost() const {
-    const auto least = static_cast<double>(std::min(n, m));
-    return static_cast<double>(n * m) * least;
+    const auto least = static_cast<double>(std::min(n, m)),
+               most = static_cast<double>(std::max(n, m));
+    return kNumSteps * 2 * least * least * (2 * most + least);
   }
 
   bool is_stack;
@@ -145,18 +152,49 @@ void choose_owners(Task& task, const comm::Group& group, std::vector<double>& lo
   }
 }
 
-// f(task, k, owner, whole): every matrix that this rank owns or has a part of, in one order on all
-// ranks; `whole` counts those that it owns.
+// f(task, k, owner): every matrix, in one order on all ranks.
 template <class Fn>
-void each_matrix(const std::vector<Task>& tasks, int me, Fn f) {
-  std::size_t num_own = 0;
+void each_matrix(const std::vector<Task>& tasks, Fn f) {
   for (const Task& task : tasks)
-    for (std::int64_t k = 0; k < task.matrices.count; ++k) {
-      const int owner = task.owners[static_cast<std::size_t>(k)];
-      f(task, k, owner, num_own);
-      num_own += owner == me;
-    }
+    for (std::int64_t k = 0; k < task.matrices.count; ++k)
+      f(task, k, task.owners[static_cast<std::size_t>(k)]);
 }
+
+// The matrices that this rank owns. Those of one shape are a stack, since a GPU is faster at one
+// product of many matrices than at many products; both walks are in the order of each_matrix.
+class OwnMatrices {
+ public:
+  OwnMatrices(const std::vector<Task>& tasks, int me, const at::TensorOptions& options) {
+    each_matrix(tasks, [&](const Task& t, std::int64_t, int owner) {
+      if (owner == me) ++stack_of(t).count;
+    });
+    for (auto& [shape, stack] : stacks_)
+      stack.matrices = at::empty({stack.count, shape.first, shape.second}, options);
+  }
+  at::Tensor next(const Task& task) {
+    Stack& stack = stack_of(task);
+    return stack.matrices[stack.next++];
+  }
+  void orthogonalize() {
+    constexpr std::int64_t kNumbersAtOnce = 1 << 24;  // enough for a GPU; bounds the memory of sums
+    for (auto& [shape, stack] : stacks_) {
+      const std::int64_t numel = shape.first * shape.second;
+      for (const at::Tensor& some :
+           stack.matrices.split(std::max<std::int64_t>(1, kNumbersAtOnce / numel)))
+        some.copy_(orthogonal(some));
+      stack.next = 0;
+    }
+  }
+
+ private:
+  struct Stack {
+    std::int64_t count = 0, next = 0;
+    at::Tensor matrices;
+  };
+  Stack& stack_of(const Task& t) { return stacks_[{t.matrices.n, t.matrices.m}]; }
+
+  std::map<std::pair<std::int64_t, std::int64_t>, Stack> stacks_;  // by rows and columns
+};
 
 // Each direction becomes that of the update: parts go to their owner, and come back.
 void orthogonalize(std::vector<Task>& tasks, comm::Group& group, std::vector<double>& load) {
@@ -169,25 +207,26 @@ void orthogonalize(std::vector<Task>& tasks, comm::Group& group, std::vector<dou
   const auto own_view = [&](const Task& t, std::int64_t k) {
     return t.matrices.view(t.direction, t.regions[static_cast<std::size_t>(me)], k);
   };
-  std::vector<at::Tensor> whole;
+  OwnMatrices own(tasks, me, options);
   PartExchange there(group, options), back(group, options);
-  each_matrix(tasks, me, [&](const Task& t, std::int64_t k, int owner, std::size_t) {
+  each_matrix(tasks, [&](const Task& t, std::int64_t k, int owner) {
     const auto replica = [&](int q) { return t.replicas[static_cast<std::size_t>(q)]; };
     if (part_on(t, me, k).numel() > 0 && replica(me) == replica(owner))
       there.send(owner, own_view(t, k));
     if (owner != me) return;
-    whole.push_back(at::empty({t.matrices.n, t.matrices.m}, options));
+    const at::Tensor whole = own.next(t);
     for (int q = 0; q < group.size(); ++q)
       if (const Box part = part_on(t, q, k); part.numel() > 0 && replica(q) == replica(me))
-        there.receive(q, part.of(whole.back()));
+        there.receive(q, part.of(whole));
   });
   there.run();
-  for (at::Tensor& matrix : whole) matrix = orthogonal(matrix);
-  each_matrix(tasks, me, [&](const Task& t, std::int64_t k, int owner, std::size_t number) {
+  own.orthogonalize();
+  each_matrix(tasks, [&](const Task& t, std::int64_t k, int owner) {
     if (part_on(t, me, k).numel() > 0) back.receive(owner, own_view(t, k));
     if (owner != me) return;
+    const at::Tensor whole = own.next(t);
     for (int q = 0; q < group.size(); ++q)
-      if (const Box part = part_on(t, q, k); part.numel() > 0) back.send(q, part.of(whole[number]));
+      if (const Box part = part_on(t, q, k); part.numel() > 0) back.send(q, part.of(whole));
   });
   back.run();
 }
@@ -204,6 +243,11 @@ void MuonConfig::validate() const {
 }
 
 bool is_for_muon(const Stored& w) { return w.spec.is_matrix && w.spec.shape.size() >= 2; }
+
+double muon_flops(const Stored& w, bool by_head) {
+  const Matrices matrices(w, by_head);
+  return static_cast<double>(matrices.count) * matrices.cost();
+}
 
 Muon::Muon(const MuonConfig& config) : config_(config) { config_.validate(); }
 

@@ -19,6 +19,8 @@ struct MuonConfig {
 
 /// Whether Muon moves a parameter. Embedding, head, router's gate, norms and biases are not for it.
 bool is_for_muon(const Stored& w);
+/// FLOPs of a step that makes the matrices of a parameter, whole, nearly orthogonal.
+double muon_flops(const Stored& w, bool by_head);
 
 /// As torch.optim.Muon with adjust_lr_fn="match_rms_adamw", with b = 0 at first:
 ///   b = momentum b + (1 - momentum) g     u = nesterov ? (1 - momentum) g + momentum b : b

@@ -1,12 +1,14 @@
 #include "moesh/spmd/attach.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <exception>
+#include <limits>
 #include <utility>
 
 #include "moesh/base/interrupt.h"
@@ -109,6 +111,28 @@ at::Tensor for_several(const at::Tensor& x) {
 c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x) {
   auto* node = dynamic_cast<torch::autograd::CppNode<ForSeveral>*>(x.grad_fn().get());
   return node ? ForSeveral::sum_of(node->ctx_) : nullptr;
+}
+
+namespace {
+// What owns the memory of values that are not computed tells them from all others, also in views.
+void delete_not_computed(void* memory) { delete static_cast<at::DataPtr*>(memory); }
+}  // namespace
+
+at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const at::Tensor one = at::full({}, std::numeric_limits<double>::quiet_NaN(), options);
+  const c10::Storage storage = one.storage();
+  auto memory = std::make_unique<at::DataPtr>(storage.set_data_ptr({}));
+  void* const data = memory->get();
+  storage.set_data_ptr_noswap({data, memory.release(), &delete_not_computed, one.device()});
+  return one.expand(sizes);
+}
+
+at::Tensor not_computed(at::IntArrayRef sizes, const at::Tensor& x) {
+  return x.detach().as_strided(sizes, std::vector<std::int64_t>(sizes.size(), 0));
+}
+
+bool is_not_computed(const at::Tensor& x) {
+  return x.has_storage() && x.storage().data_ptr().get_deleter() == &delete_not_computed;
 }
 
 void run_backward(const std::function<void()>& backward) {

@@ -56,6 +56,15 @@ at::Tensor for_several(const at::Tensor& x);
 /// That of what for_several gave; null: none.
 c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x);
 
+/// Stands for a value that no gradient needs, where the graph needs its place: a result of the
+/// second run of a recompute. It is NaN, without memory, so that a gradient which does need it
+/// shows. Steps between ranks, and what moves or adds rows, do nothing with it but give one of the
+/// sizes of their result.
+at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options);
+/// Of other sizes, with the memory of `x`.
+at::Tensor not_computed(at::IntArrayRef sizes, const at::Tensor& x);
+bool is_not_computed(const at::Tensor& x);
+
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.
 void run_backward(const std::function<void()>& backward);

@@ -27,7 +27,16 @@ at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tens
                         double factor) {
   return at::addmm(w, b, a, /*beta=*/1, factor);
 }
-at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
+at::Tensor add(const at::Tensor& a, const at::Tensor& b) {
+  if (!is_not_computed(a) && !is_not_computed(b)) return at::add(a, b);
+  const at::Tensor sum = not_computed(a.sizes(), is_not_computed(a) ? a : b);
+  Tensors terms;
+  for (const auto& term : {a, b})
+    if (at::GradMode::is_enabled() && term.requires_grad()) terms.push_back(term);
+  if (terms.empty()) return sum;
+  return attach_many(terms, {sum},
+                     [n = terms.size()](const Tensors& grads) { return Tensors(n, grads[0]); })[0];
+}
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return at::mul(a, b); }
 at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor); }
 at::Tensor scale(const at::Tensor& x, const at::Tensor& factor) {

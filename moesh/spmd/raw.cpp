@@ -38,6 +38,15 @@ std::vector<std::int64_t> resolve(const SplitDim& along, const at::Tensor& x, bo
   return sizes;
 }
 
+// The sizes of rows joined from several ranks, or cut.
+auto with_rows(std::int64_t dim, std::int64_t num_rows) {
+  return [=](at::IntArrayRef sizes) {
+    auto out = sizes.vec();
+    out[static_cast<size_t>(dim)] = num_rows;
+    return out;
+  };
+}
+
 Tensors detached(const Tensors& xs) {
   Tensors values;
   for (const auto& x : xs) values.push_back(x.detach());
@@ -106,8 +115,14 @@ MaybeAdjointPair move(const at::Tensor& x, Axes axes, Place from, Place to, cons
       return begin(step, xs[0], *group, dim, sizes);
     };
   };
-  return AdjointPair{.step = begins(step(from, to), from, "input"),
-                     .adjoint = begins(backward_step(from, to), adjoint(to), "gradient")};
+  const auto total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  AdjointPair pair{.step = begins(step(from, to), from, "input"),
+                   .adjoint = begins(backward_step(from, to), adjoint(to), "gradient"),
+                   .sizes = [](at::IntArrayRef same) { return same.vec(); }};
+  if (is_cut)
+    pair.sizes =
+        with_rows(normal.dim, varies(from) ? total : sizes[static_cast<size_t>(group->rank())]);
+  return pair;
 }
 
 MaybeAdjointPair move_rows(const at::Tensor& first, Axes axes,
@@ -119,25 +134,30 @@ MaybeAdjointPair move_rows(const at::Tensor& first, Axes axes,
     return std::nullopt;
   }
   const auto begins = [group](const auto& to, const auto& from) -> Begin {
-    return [=](const Tensors& rows) {
-      return SentStep{
-          group->start_all_to_all(pack_rows(rows), to, from),
-          [like = no_rows_of(rows)](const at::Tensor& t) { return unpack_rows(t, like); }};
-    };
+    return [=](const Tensors& rows) { return send_rows(*group, rows, to, from); };
   };
-  return AdjointPair{.step = begins(send, recv), .adjoint = begins(recv, send)};
+  return AdjointPair{
+      .step = begins(send, recv),
+      .adjoint = begins(recv, send),
+      .sizes = with_rows(0, std::accumulate(recv.begin(), recv.end(), std::int64_t{0}))};
+}
+
+SentStep AdjointPair::begin(const Tensors& xs) const {
+  if (!is_not_computed(xs[0])) return step(detached(xs));
+  MOESH_CHECK(xs.size() == 1, "a message of ", xs.size(), " tensors whose first is not computed");
+  return ready(not_computed(sizes(xs[0].sizes()), xs[0]));
 }
 
 Tensors run_pair(const Tensors& xs, const MaybeAdjointPair& pair) {
   if (!pair) return xs;
-  return attach_all(
-      xs, pair->step(detached(xs)).wait(),
-      [adjoint = pair->adjoint](const Tensors& grads) { return adjoint(grads).wait(); });
+  return attach_all(xs, pair->begin(xs).wait(), [adjoint = pair->adjoint](const Tensors& grads) {
+    return adjoint(grads).wait();
+  });
 }
 
 StartedStep::StartedStep(Tensors xs, const MaybeAdjointPair& pair) : xs_(std::move(xs)) {
   if (!pair) return;
-  sent_.emplace(pair->step(detached(xs_)));
+  sent_.emplace(pair->begin(xs_));
   Tensors with_gradient;
   for (const auto& x : xs_)
     if (at::GradMode::is_enabled() && x.requires_grad()) with_gradient.push_back(x);
@@ -159,7 +179,7 @@ Tensors StartedStep::wait() {
               "what was started is awaited twice; keep what the first wait returned");
   const Tensors xs = std::move(xs_);
   if (!sent_) return xs;
-  next_turn();
+  if (!is_not_computed(xs[0])) next_turn();
   Tensors outs = sent_->wait();
   sent_.reset();
   if (!backward_) return outs;

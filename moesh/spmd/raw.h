@@ -41,6 +41,10 @@ using Begin = std::function<SentStep(const Tensors& xs)>;
 /// A step and its adjoint. Nothing: a group of one rank, where tensors stay as they are.
 struct AdjointPair {
   Begin step, adjoint;
+  /// The sizes of the step's result: a step of what is not computed (attach.h) sends nothing.
+  std::function<std::vector<std::int64_t>(at::IntArrayRef sizes)> sizes;
+
+  SentStep begin(const Tensors& xs) const;
 };
 using MaybeAdjointPair = std::optional<AdjointPair>;
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <memory>
 #include <numeric>
 
 #include "moesh/base/error.h"
@@ -10,6 +11,9 @@
 
 namespace moesh::raw {
 namespace {
+
+// From this on, copying rows into a message and out of it takes longer than another message does.
+constexpr std::int64_t kWideRow = 1024;
 
 std::int64_t row_bytes(const at::Tensor& x) {
   std::int64_t n = x.element_size();
@@ -72,6 +76,34 @@ std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts) {
   return none;
 }
 
+SentStep send_rows(comm::Group& group, const std::vector<at::Tensor>& parts,
+                   const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+  // Shared: `results` is a function that may be copied, and a message is awaited once.
+  const auto wide = std::make_shared<std::vector<comm::Handle>>();
+  std::vector<at::Tensor> narrow;
+  std::vector<bool> is_wide;
+  for (const auto& p : parts) {
+    is_wide.push_back(parts.size() > 1 && row_bytes(p) >= kWideRow);
+    if (is_wide.back())
+      wide->push_back(group.start_all_to_all(p, send, recv));
+    else
+      narrow.push_back(p);
+  }
+  const auto join = [wide, is_wide](std::vector<at::Tensor> others) {
+    std::vector<at::Tensor> all;
+    auto next = wide->begin();
+    auto other = others.begin();
+    for (const bool alone : is_wide) all.push_back(alone ? next++->wait() : *other++);
+    return all;
+  };
+  if (narrow.empty())
+    return {comm::Handle(at::Tensor()), [join](const at::Tensor&) { return join({}); }};
+  return {group.start_all_to_all(pack_rows(narrow), send, recv),
+          [join, like = no_rows_of(narrow)](const at::Tensor& t) {
+            return join(unpack_rows(t, like));
+          }};
+}
+
 MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& rows) {
   const auto group = current_mesh().group(axes);
   if (group->size() == 1) return std::nullopt;
@@ -95,7 +127,7 @@ MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& row
               return sums;
             }};
   };
-  return AdjointPair{gather, sum};
+  return AdjointPair{.step = gather, .adjoint = sum, .sizes = {}};
 }
 
 }  // namespace moesh::raw

@@ -1,11 +1,13 @@
 #pragma once
 // Several tensors with the same rows in one message: rows, their scores, their experts. A row of
 // the message is the bytes of its parts side by side, so that each keeps its dtype and its bits.
+// To experts, wide rows travel by themselves beside it.
 // Gradients travel the same way. Where they are terms of a sum, the receiver adds them, in the
 // order of the ranks and in float32 or wider, and rounds once: what a reduction does.
 
 #include <vector>
 
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
@@ -20,6 +22,11 @@ std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<
 
 /// The `like` of unpack_rows, without the rows.
 std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts);
+
+/// The rows of all parts to the ranks and back from them. Wide rows are a message of their own,
+/// without a copy; the others share one.
+SentStep send_rows(comm::Group& group, const std::vector<at::Tensor>& parts,
+                   const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv);
 
 MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& rows);
 
@@ -92,6 +99,21 @@ auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
   return raw::exchange_rows<Tensor<with(L, A, Place::T)>>(A, send, recv, rows);
 }
 
+/// E or P -> T of rows that are not computed (attach.h), as what becomes of them at home. Their
+/// gradient is here already: nothing travels, forward or backward.
+template <Axes A, auto L>
+auto at_home(const Tensor<L>& rows, const Tensor<adjoint(L)>& gradient, at::IntArrayRef sizes) {
+  constexpr auto checked = [] {
+    if (on(L, A) != Place::E && on(L, A) != Place::P)
+      throw "at_home is what becomes of rows at their experts (E), or of terms of a sum (P)";
+    return true;
+  }();
+  static_assert(checked);
+  return Tensor<with(L, A, Place::T)>::assume(
+      raw::attach(rows.local(), raw::not_computed(sizes, rows.local()),
+                  [gradient](const at::Tensor&) { return gradient.local(); }));
+}
+
 /// Rows between T and E on ep: they are on a node of their experts, on any rank of it. They may be
 /// moved, sorted and summed there; code that computes with them has forgotten one of the two hops.
 /// L is their layout at home.
@@ -129,21 +151,21 @@ auto start_to_nodes(const std::vector<std::int64_t>& send, const std::vector<std
 }
 /// At the node -> E: send[r] rows go to rank r of ep on this node. Backward: to_node.
 template <auto... Ls>
-auto to_experts(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
-                const AtNode<Ls>&... rows) {
-  return raw::exchange_rows<Tensor<with(Ls, ep, Place::E)>...>(ep_inside, send, recv, rows...);
+auto start_to_experts(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
+                      const AtNode<Ls>&... rows) {
+  return raw::start_rows<Tensor<with(Ls, ep, Place::E)>...>(ep_inside, send, recv, rows...);
 }
 /// E -> at the node: the way back to the rank of the node from which the rows came. Backward:
 /// to_experts.
 template <auto L>
-auto to_node(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
-             const std::vector<std::int64_t>& recv) {
+auto start_to_node(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+                   const std::vector<std::int64_t>& recv) {
   constexpr auto checked = [] {
     if (on(L, ep) != Place::E) throw "to_node brings rows (E) back from the experts of a node";
     return true;
   }();
   static_assert(checked);
-  return raw::exchange_rows<AtNode<with(L, ep, Place::T)>>(ep_inside, send, recv, rows);
+  return raw::start_rows<AtNode<with(L, ep, Place::T)>>(ep_inside, send, recv, rows);
 }
 /// At the node -> T: the way home. Backward: to_nodes.
 template <auto L>

@@ -64,11 +64,12 @@ class StageActor final : public pipeline::Actor {
       backward(a);
   }
 
-  // In two lanes, the forward first: where it starts to move rows the backward goes on, and so on
-  // in turn. Gradients are added by the backward, and by what the forward does for the head.
+  // In two lanes, the backward first, which begins with more to send: where it starts to move rows
+  // the forward goes on, and so on in turn. Gradients are added by the backward, and by what the
+  // forward does for the head.
   void run_together(const Action& forward, const Action& backward) override {
     in_lanes(*state_, model_.stream_options().device(),
-             [&](int lane, StepState&) { run(lane == 0 ? forward : backward); });
+             [&](int lane, StepState&) { run(lane == 0 ? backward : forward); });
   }
 
   void start_send(const Action& maker, int to) override {

@@ -29,6 +29,9 @@ constexpr Clock::duration kSameSignal = std::chrono::seconds(1);
 
 std::atomic<int> received{0};
 std::array<std::atomic<Clock::rep>, kSignals.size()> came_at{};  // the first of each kind; 0: none
+std::atomic<bool> is_early{false};                               // caught before any scope
+
+using Actions = std::array<struct sigaction, kSignals.size()>;
 
 struct Scopes {
   std::mutex mutex;
@@ -36,7 +39,7 @@ struct Scopes {
   int num = 0;
   std::uint64_t num_rounds = 0;             // how often the last one has left
   std::function<void(int signal)> deliver;  // of the first that was left with one
-  std::array<struct sigaction, kSignals.size()> before = {};
+  Actions before = {};
 };
 Scopes scopes;
 
@@ -51,6 +54,20 @@ void on_signal(int signal) {
       std::signal(signal, SIG_DFL);
       std::raise(signal);  // it ends the process when this returns
     }
+  }
+}
+
+// Catches them all; `before` gets what else was there.
+void catch_signals(Actions& before) {
+  struct sigaction action = {};
+  action.sa_flags = SA_RESTART;
+  action.sa_handler = on_signal;
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    struct sigaction found = {};
+    sigaction(kSignals[i], &action, &found);
+    if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler != on_signal) before[i] = found;
+    if (kSignals[i] == SIGHUP && found.sa_handler == SIG_IGN)  // nohup
+      sigaction(SIGHUP, &found, nullptr);
   }
 }
 
@@ -74,22 +91,20 @@ void end_round() {
 
 int stop_signal() { return received; }
 
+void catch_early_signals() {
+  is_early = true;
+  Actions before;  // not in `scopes`, which is not initialized then
+  catch_signals(before);
+}
+
 SignalScope::SignalScope() {
   const std::lock_guard lock(scopes.mutex);
   if (scopes.num++ > 0) return;
-  received = 0;
-  struct sigaction action = {};
-  action.sa_flags = SA_RESTART;
-  action.sa_handler = on_signal;
-  for (std::size_t i = 0; i < kSignals.size(); ++i) {
-    came_at[i] = 0;
-    struct sigaction before = {};
-    sigaction(kSignals[i], &action, &before);
-    if ((before.sa_flags & SA_SIGINFO) != 0 || before.sa_handler != on_signal)
-      scopes.before[i] = before;
-    if (kSignals[i] == SIGHUP && before.sa_handler == SIG_IGN)  // nohup
-      sigaction(SIGHUP, &before, nullptr);
+  if (!is_early.exchange(false)) {
+    received = 0;
+    for (auto& came : came_at) came = 0;
   }
+  catch_signals(scopes.before);
 }
 
 void SignalScope::leave(const std::function<void(int signal)>& deliver) {

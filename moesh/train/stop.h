@@ -34,6 +34,10 @@ class SignalScope {
   bool has_left_ = false;
 };
 
+/// For a program that only trains, as early as it likes, even before the libraries are initialized:
+/// the first SignalScope begins here.
+void catch_early_signals();
+
 /// The signal that has come since the first of the scopes that live; 0: none.
 int stop_signal();
 

@@ -116,6 +116,8 @@ std::string name_of(std::int64_t step, const std::string& what) {
   return "step " + std::to_string(step) + " " + what;
 }
 
+bool is_norm(const std::string& name) { return name.ends_with(" gradient norm"); }
+
 // By how much runs nearby differ, or infinitely far where one of them is not finite.
 double noise_in(const NamedTensors& run, const std::string& name) {
   const auto found = run.noise.find(name);
@@ -147,7 +149,7 @@ LeftOut left_out(const NamedTensors& run, std::int64_t steps) {
   if (lost) result.steps = steps - *lost;
   for (const auto& [name, weight] : run.weight)
     if (weight.numel() > 0 && !weight.any().item<bool>() && !is_of_step_from(name, lost))
-      ++result.tensors;
+      ++(is_gradient(name) || is_norm(name) ? result.gradients : result.tensors);
   return result;
 }
 
@@ -158,6 +160,7 @@ std::string LeftOut::describe() const {
   };
   add(steps, "step", " (rounding decides the loss)");
   add(tensors, "tensor", " (rounding decides where it moves)");
+  add(gradients, "gradient", " (rounding decides half of it)");
   add(against_float64, "tensor", " against float64 (rounding decides half of it)");
   return text;
 }
@@ -369,9 +372,26 @@ double roundings_in_float64(at::ScalarType dtype) {
 
 bool is_bounded(const std::string& name) { return name.starts_with("d(") || name == "logits"; }
 
+// Whether rounding decides how large some gradient is: where it only turns one, or moves some of
+// its elements, the size stays about the same. A few may be small by chance.
+bool decides_sizes(const std::vector<NamedTensors>& runs) {
+  const auto& first = runs.front().tensors;
+  return std::ranges::any_of(first, [&](const auto& tensor) {
+    if (!tensor.first.starts_with("d(") || tensor.second.numel() < kFewElements) return false;
+    double least = INFINITY, most = 0;
+    for (const NamedTensors& run : runs) {
+      const double size = size_of(run[tensor.first]);
+      least = std::min(least, size), most = std::max(most, size);
+    }
+    return most > 2 * least;
+  });
+}
+
 AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                const NamedTensors& in_float64) {
   AgainstFloat64 found;
+  const bool are_sizes_decided = decides_sizes(runs);
+  const double typical = typical_gradient(in_float64);
   for (const auto& [name, value] : in_float64.tensors) {
     if (!is_bounded(name)) continue;
     const at::Tensor right = value.to(at::kDouble);
@@ -387,9 +407,23 @@ AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::Scalar
     }
     const bool may_be_anything = bound > size_of(right) / 2 && std::isfinite(m.error);
     found.num_that_may_be_anything += may_be_anything;
+    // A sum that cancels is zero in float64, and stays so.
+    if (may_be_anything && are_sizes_decided && is_gradient(name) &&
+        size_of(right) > roundoff(at::kFloat) * typical)
+      found.decided.push_back(name);
     if (m.error > m.allowed && !may_be_anything) found.unexplained.push_back(std::move(m));
   }
   return found;
+}
+
+void leave_decided(NamedTensors& run, const std::vector<std::string>& gradients) {
+  if (gradients.empty()) return;
+  for (const auto& [name, value] : run.tensors) {
+    const bool is_among = std::ranges::any_of(
+        gradients, [&](const std::string& g) { return name == g || name.ends_with(" " + g); });
+    if (is_among || (is_norm(name) && kNoiseAllowed * noise_in(run, name) > size_of(value)))
+      run.weight[name] = at::zeros_like(value, at::kDouble);
+  }
 }
 
 }  // namespace moesh::verify

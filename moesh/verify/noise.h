@@ -69,8 +69,9 @@ std::optional<std::int64_t> first_lost(const NamedTensors& run);
 struct LeftOut {
   std::int64_t steps = 0;            // that are lost
   std::int64_t tensors = 0;          // of which no element is compared, besides those of such steps
-  std::int64_t against_float64 = 0;  // that may be anything there
-  bool any() const { return steps + tensors + against_float64 > 0; }
+  std::int64_t gradients = 0;        // the same, of gradients and their norms
+  std::int64_t against_float64 = 0;  // tensors that may be anything there
+  bool any() const { return steps + tensors + gradients + against_float64 > 0; }
   /// In words, for one line.
   std::string describe() const;
 };
@@ -94,7 +95,14 @@ void set_movement_noise(NamedTensors& run, const config::Config& one_rank, std::
 struct AgainstFloat64 {
   std::vector<Mismatch> unexplained;
   std::int64_t num_that_may_be_anything = 0;
+  /// The gradients among these, where the runs have some gradient of twice the size of others. A
+  /// softmax of large logits makes such: where it turns from one key to another, and hardly
+  /// elsewhere, gradients grow a hundredfold, so no few runs tell how large they may be. A sum that
+  /// cancels is none: it is zero in float64, and stays so.
+  std::vector<std::string> decided;
 };
+/// Compares nothing of these gradients, in any step, nor of norms that may be anything with them.
+void leave_decided(NamedTensors& run, const std::vector<std::string>& gradients);
 AgainstFloat64 against_float64(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                const NamedTensors& in_float64);
 /// The tensors of a run of which that is asked.

@@ -1,6 +1,7 @@
 #include "moesh/verify/verify.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -333,6 +334,9 @@ class OneRank {
           result.tensors.emplace_back(t.name, (t.tokens ? value.flatten(0, 1) : value).clone());
         },
         nearby);
+    // Ranks compare with these tensors on streams of their own.
+    if (const at::Device d = result.tensors.back().second.device(); !d.is_cpu())
+      c10::impl::VirtualGuardImpl(d.type()).synchronizeDevice(d.index());
     return result;
   }
 
@@ -349,14 +353,15 @@ VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby) {
   const auto runs = one.run(dtype, c.steps, num_nearby);
   VerifyReference result{runs.front()};
   set_movement_noise(result, one_rank(c.config), c.steps);
-  result.left_out = left_out(result, c.steps);
-  if (dtype != wide) {
-    auto found = against_float64(
+  AgainstFloat64 found;
+  if (dtype != wide)
+    found = against_float64(
         runs, noise_type(c.config),
         one.run(wide, 1, num_nearby, roundings_in_float64(noise_type(c.config))).front());
-    result.unexplained = std::move(found.unexplained);
-    result.left_out.against_float64 = found.num_that_may_be_anything;
-  }
+  leave_decided(result, found.decided);
+  result.left_out = left_out(result, c.steps);
+  result.left_out.against_float64 = found.num_that_may_be_anything;
+  result.unexplained = std::move(found.unexplained);
   result.routing = std::move(one.routing);
   return result;
 }

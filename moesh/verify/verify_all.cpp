@@ -73,6 +73,7 @@ JsonValue to_json(const Verified& v) {
           {"left_out",
            {JsonObject{{"steps", {r.left_out.steps}},
                        {"tensors", {r.left_out.tensors}},
+                       {"gradients", {r.left_out.gradients}},
                        {"against_float64", {r.left_out.against_float64}}}}},
           {"cut_alike", {why_cut_alike(v.config)}},
       });

@@ -6,7 +6,6 @@ Nothing is changed on the way, tensor by tensor.
 
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -15,6 +14,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, utils  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import served  # noqa: E402
 
 utils.logging.disable_progress_bar()
 
@@ -45,7 +47,7 @@ TINY = dict(
 
 
 def moesh(*args, fails=False):
-    run = subprocess.run([MOESH, *map(str, args)], capture_output=True, text=True, timeout=120)
+    run = served.run([MOESH, *args])
     assert (
         run.returncode != 0
     ) == fails, f"moesh {args}: exit code {run.returncode}\n{run.stdout}{run.stderr}"

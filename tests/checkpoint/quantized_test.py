@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -22,6 +21,9 @@ from transformers import (AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, 
                           utils)
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import served  # noqa: E402
 
 utils.logging.disable_progress_bar()
 COMMON = dict(vocab_size=96, num_hidden_layers=2, max_position_embeddings=64, pad_token_id=None,
@@ -77,7 +79,7 @@ def to_mxfp4(weights):
 
 
 def run(*args, code=0):
-    done = subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=200)
+    done = served.run(args)
     assert done.returncode == code, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 

@@ -5,17 +5,19 @@ import json
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import xml.dom.minidom
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import served  # noqa: E402
 
 MODEL = ["--model", "deepseek_v3:debug", "--dtype=bfloat16", "--device=cuda",
          "--data.sequence_length=128", "--training.global_batch_size=64"]
 
 
 def run(moesh, *args, code=0):
-    done = subprocess.run([moesh, *args], capture_output=True, text=True, timeout=240)
+    done = served.run([moesh, *args], timeout=240)
     said = done.stdout + done.stderr
     assert done.returncode == code, f"{args}: exit code {done.returncode}, not {code}\n{said}"
     return said
@@ -108,11 +110,8 @@ def main():
         run(moesh, "print-config", *shlex.split(command))
 
         # The model of a folder is called by its folder.
-        config = subprocess.run([moesh, "train", "--model=mixtral:tiny", "--steps=1",
-                                 "--metrics.folder=", "--checkpoint.enable",
-                                 f"--checkpoint.folder={tmp}/saved"], capture_output=True, text=True,
-                                timeout=240)
-        assert config.returncode == 0, config.stderr
+        run(moesh, "train", "--model=mixtral:tiny", "--steps=1", "--metrics.folder=",
+            "--checkpoint.enable", f"--checkpoint.folder={tmp}/saved")
         folder = tmp / "saved" / "step-00000001"
         for more in ([], ["--cluster=h100x8:1", "--mesh=dp_shard=8"]):
             said = run(moesh, "estimate", f"--model=hf:{folder}", *more)

@@ -13,16 +13,16 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[i] / name) for i, name in ((1, ""), (2, "tools"))]
 import bad_input_test  # noqa: E402
 import compare_runs  # noqa: E402
+import served  # noqa: E402
 
 TINY = ["--model", "deepseek_v3:tiny", "--dtype", "float64", "--metrics.log_freq", "1"]
 
 
 def train(command, folder, *options):
-    run = subprocess.run([*command, "train", *TINY, "--metrics.folder", str(folder), *options], capture_output=True, text=True,
-                         timeout=240)
+    run = served.run([*command, "train", *TINY, "--metrics.folder", str(folder), *options], timeout=240)
     assert run.returncode == 0, f"{command} {options}: exit code {run.returncode}\n{run.stdout}{run.stderr}"
     return run.stdout
 
@@ -142,7 +142,7 @@ name = "held out"
 
 
 def fails(command, *texts):
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = served.run(command, timeout=60)
     assert run.returncode == 2, f"{command}: exit code {run.returncode}\n{run.stdout}{run.stderr}"
     for text in texts:
         assert text in run.stderr, f"{command}: no '{text}' in\n{run.stderr}"
@@ -168,7 +168,7 @@ def bad_values_name_the_option(tmp, moesh):
     fails([moesh, "demo", "--steps", "3"], "takes no options")
     for memory in ("80", "80 gigabytes", "-1GiB"):
         fails([moesh, "estimate", "--memory", memory], f"--memory is '{memory}'; it takes a number with its unit, such as 80GiB")
-    assert subprocess.run([moesh, "estimate", "--memory", "80GiB"], capture_output=True).returncode == 0
+    assert served.run([moesh, "estimate", "--memory", "80GiB"]).returncode == 0
 
 
 def names_of_a_hub_are_not_downloaded(tmp, moesh):
@@ -187,8 +187,7 @@ def a_folder_has_no_size(tmp, moesh):
     """A model of config.json is called by its name, not by a built-in size, and its run goes on."""
     def of_run(name, *options):
         folder = tmp / name
-        run = subprocess.run([moesh, "train", "--checkpoint.enable", f"--checkpoint.folder={folder}", f"--metrics.folder={folder}", *options],
-                             capture_output=True, text=True, timeout=60)
+        run = served.run([moesh, "train", "--checkpoint.enable", f"--checkpoint.folder={folder}", f"--metrics.folder={folder}", *options], timeout=60)
         assert run.returncode == 0, run.stdout + run.stderr
         return folder
 
@@ -196,7 +195,7 @@ def a_folder_has_no_size(tmp, moesh):
         return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
     first = of_run("first", "--model=mixtral:tiny", "--steps=1", "--dtype=float64") / "step-00000001"
-    subprocess.run([moesh, "convert", first, tmp / "source"], check=True, capture_output=True, timeout=60)
+    assert served.run([moesh, "convert", first, tmp / "source"]).returncode == 0
     model = f"--model=hf:{tmp / 'source'}"
     folder = of_run("run", model, "--steps=3", "--dtype=float64", "--checkpoint.interval=1")
     at, whole = folder / "step-00000001", last(folder)
@@ -204,7 +203,7 @@ def a_folder_has_no_size(tmp, moesh):
         shutil.rmtree(folder / f"step-{step:08}")
     of_run("run", "--config", at / "run.toml")
     assert last(folder)["step"] == 3 and last(folder)["loss"] == whole["loss"], (last(folder), whole)
-    inspected, printed = (subprocess.run([moesh, *command], capture_output=True, text=True, timeout=60, check=True).stdout for command in (
+    inspected, printed = (served.run([moesh, *command]).stdout for command in (
         ("inspect", at), ("print-config", model)))
     assert "model: mixtral\n" in inspected and f"# {tmp / 'source' / 'config.json'}\n" in printed, inspected + printed
     for checkpoint in (at, folder / "step-00000003"):
@@ -344,8 +343,8 @@ def mpi_warns_of_slow_saves(tmp, moesh_with_faults, mpirun):
             ("--checkpoint.async", "60", False), ("--checkpoint.async=false", "60", False))):
         folder = tmp / str(number)
         options = ["--mca", "odls_base_sigkill_timeout", limit] if limit else []
-        # Each of the files of a save takes 0.4 s to reach the disk.
-        env = {**os.environ, "MOESH_FAULTS": "sync .saving- 1 100000 sleep400"}
+        # Each of the files of a save takes 0.2 s to reach the disk.
+        env = {**os.environ, "MOESH_FAULTS": "sync .saving- 1 100000 sleep200"}
         done = subprocess.run(
             [mpirun, *options, "-n", "2", moesh_with_faults, "train", *TINY, "--steps=2",
              "--mesh=tp=2", "--checkpoint.enable", "--checkpoint.interval=1", mode,

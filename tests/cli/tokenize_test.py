@@ -204,9 +204,9 @@ def documents_written(prefix):
 
 def resume(case):
     """Killed again and again, a run ends with the same bytes as one that was left alone."""
-    documents = texts(60_000, 6)
-    (case.folder / "a.jsonl").write_bytes(case.jsonl(documents[:40_000]))
-    (case.folder / "b.jsonl.gz").write_bytes(gzip.compress(case.jsonl(documents[40_000:]), 1))
+    documents = texts(30_000, 6)
+    (case.folder / "a.jsonl").write_bytes(case.jsonl(documents[:20_000]))
+    (case.folder / "b.jsonl.gz").write_bytes(gzip.compress(case.jsonl(documents[20_000:]), 1))
     names = ["a.jsonl", "b.jsonl.gz"]
     case.run(*names, out="whole")
     case.expect(documents, out="whole")
@@ -269,7 +269,7 @@ def held(case):
     documents = texts(3000, 6)
     (case.folder / "few.jsonl").write_bytes(case.jsonl(documents))
     command = [case.moesh, "tokenize", "--tokenizer", case.path, "--threads", "1", "few.jsonl"]
-    for i in range(6):
+    for i in range(3):
         out = f"held{i}"
         begun = [subprocess.Popen([*command, "--out", case.folder / out, *more], cwd=case.folder,
                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -291,13 +291,13 @@ def stopped_input(case, documents):
     command += ["--save-interval", "0", "--threads", "1", "--format", "jsonl", "-"]
     with open(case.folder / "a.jsonl", "rb") as stdin:
         stop_when_written(case, command, stdin)
-    given = case.jsonl(documents[:40_000])
+    given = case.jsonl(documents[:20_000])
     text = case.run("--format=jsonl", "-", stdin=given, code=2, out="y")
     assert "cannot tell whether standard input is the same again" in text, text
     for name in case.folder.glob("y.*"):
         name.unlink()
     case.run("--format=jsonl", "-", stdin=given, out="y")
-    case.expect(documents[:40_000], out="y")
+    case.expect(documents[:20_000], out="y")
 
 
 def wide(case):

@@ -1,5 +1,6 @@
 #include "moesh/comm/mesh.h"
 
+#include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -241,6 +242,25 @@ TEST(Mesh, ScopesNest) {
     }
     EXPECT_EQ(&current_mesh(), &outer);
   });
+}
+
+// On a GPU autograd would otherwise run backward on a thread that has no mesh.
+TEST(Mesh, BackwardStaysOnTheThreadOfAScope) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const auto others = [] {
+    return c10::AutogradState::get_tls_state().get_multithreading_enabled();
+  };
+  ASSERT_TRUE(others());
+  {
+    const MeshScope a(mesh);
+    EXPECT_FALSE(others());
+    {
+      const MeshScope b(mesh);
+    }
+    EXPECT_FALSE(others());
+  }
+  EXPECT_TRUE(others());
 }
 
 TEST(Mesh, OfOneRankAloneHasTheGroupsOfTheRealOne) {

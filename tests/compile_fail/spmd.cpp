@@ -215,7 +215,7 @@ auto expert_of_node(const Rows& rows, const ExpertWeight& w, const Splits& send,
 auto expert_of_node(const Rows& rows, const ExpertWeight& w, const Splits& send,
                     const Splits& recv) {
   const auto at_node = start_to_nodes(send, recv, rows).wait();
-  const auto at_expert = to_experts(send, recv, at_node);
+  const auto at_expert = start_to_experts(send, recv, at_node).wait();
   return linear(all_gather<etp>(at_expert, {.dim = 0}), use(w));
 }
 #endif

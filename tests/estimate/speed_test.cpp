@@ -75,6 +75,11 @@ std::vector<MeasuredStep> measured_steps() {
           "--model.top_k=4",           "--data.batch_size=4", "--data.sequence_length=4096"},
       mixtral{"--model=mixtral:8x7b", "--model.dim=1024", "--model.num_layers=16",
               "--model.moe_ffn=2048"},
+      glm{"--model=glm4_moe:106b-a12b", "--model.dim=1024", "--model.num_layers=16",
+          "--model.num_heads=32",       "--model.ffn=4096", "--model.moe_ffn=512",
+          "--model.num_experts=32"},
+      qwen_next{"--model=qwen3_next:80b-a3b", "--model.dim=1024",       "--model.num_layers=16",
+                "--model.moe_ffn=512",        "--model.num_experts=32", "--model.top_k=8"},
       gpt_oss{"--model=gpt_oss:20b", "--model.dim=1024", "--model.num_layers=16",
               "--model.moe_ffn=512", "--model.num_experts=32"};
   const auto with = [](std::vector<std::string> args, const std::vector<std::string>& more) {
@@ -86,6 +91,9 @@ std::vector<MeasuredStep> measured_steps() {
       {with(deepseek, eight), 117.2},
       {with(with(deepseek, eight), {"--activation_checkpoint.mode=selective"}), 117.2 + 134 - 122},
       {with(with(deepseek, eight), {"--activation_checkpoint.mode=full"}), 117.2 + 154 - 122},
+      {with(with(deepseek, eight), {"--optimizer.name=muon"}), 205},
+      {with(glm, eight), 147},
+      {with(qwen_next, eight), 197},
       {with(qwen, eight), 130.4},
       {with(qwen, {"--data.batch_size=1", "--data.sequence_length=16384"}), 324.1},
       {two_billions, 118.6},

@@ -1,7 +1,6 @@
 #include "moesh/fsdp/reshard.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
 #include "moesh/fsdp/fsdp.h"
@@ -292,21 +291,7 @@ ParamSpec cast_spec() {
           .device = test_device()};
 }
 
-// As on the thread of every rank. On a GPU autograd would run backward on a thread of its own,
-// where the mesh of this one is not the current one.
-class BackwardOnThisThread {
- public:
-  BackwardOnThisThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(false); }
-  ~BackwardOnThisThread() {
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(was_enabled_);
-  }
-
- private:
-  const bool was_enabled_ = c10::AutogradState::get_tls_state().get_multithreading_enabled();
-};
-
 TEST(Reshard, GivesTheMemoryOfACastBackAndCastsAgain) {
-  const BackwardOnThisThread as_a_rank;
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);

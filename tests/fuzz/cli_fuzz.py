@@ -20,10 +20,12 @@ import queue
 import random
 import re
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import served  # noqa: E402
 
 ALLOWED = {0, 1, 2, 4, 5, 6, 7}
 NEVER = ["frame #", "Exception raised from", "terminate called", "Sanitizer", "basic_string",
@@ -185,29 +187,6 @@ class Words:
         return [w.replace("\0", "") for w in words]
 
 
-class Server:
-    """moesh_served: runs command lines in copies of a program that is loaded already."""
-
-    def __init__(self, moesh):
-        # OMP_WAIT_POLICY: it starts once, not twice
-        self.process = subprocess.Popen([moesh, "--serve"], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE,
-                                        env={**os.environ, "OMP_NUM_THREADS": "1",
-                                             "OMP_WAIT_POLICY": "passive"})
-
-    def run(self, line, folder, out, err):
-        """Its exit code, that of a signal negative; or None where it waits for ever."""
-        texts = [folder, out, err, MEMORY, CPU_SECONDS, WALL_SECONDS, *line]
-        texts = [str(text).encode() for text in texts]
-        request = struct.pack("=I", len(texts))
-        for text in texts:
-            request += struct.pack("=I", len(text)) + text
-        self.process.stdin.write(request)
-        self.process.stdin.flush()
-        status, = struct.unpack("=i", self.process.stdout.read(4))
-        return None if status == -1 else os.waitstatus_to_exitcode(status)
-
-
 def trial(servers, words, seed):
     """What is wrong with one random command line; its exit code."""
     line = words.line(random.Random(seed))
@@ -217,7 +196,7 @@ def trial(servers, words, seed):
         for name in words.names:
             os.symlink(words.folder / name, pathlib.Path(own) / name)
         out, err = (pathlib.Path(said_in) / name for name in ("out", "err"))
-        code = server.run(line, own, out, err)
+        code = server.run(line, own, out, err, MEMORY, CPU_SECONDS, WALL_SECONDS)
         stdout, stderr = out.read_bytes(), err.read_bytes()
     servers.put(server)
     if code is None:
@@ -246,7 +225,7 @@ def main():
         words = Words(moesh, folder)
         servers = queue.Queue()
         for _ in range(jobs):
-            servers.put(Server(moesh))
+            servers.put(served.Server(moesh, {"OMP_NUM_THREADS": "1"}))
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             for failure, code in pool.map(lambda i: trial(servers, words, seed + i), range(count)):
                 codes[code] += 1

@@ -1,5 +1,5 @@
 // The command `moesh`, which with --serve runs many command lines one after the other, each in a
-// copy of itself: to load LibTorch takes half a second, and a fork a millisecond.
+// copy of itself: to load LibTorch takes half a second, and a fork some milliseconds.
 //
 //   to it:    a number of texts, each as its length and its bytes: the folder to run in, the files
 //             for standard output and error, the limits (bytes of addresses, seconds of computing,
@@ -67,7 +67,10 @@ void replace(int descriptor, const char* path, int flags) {
   std::vector<char*> argv;
   for (auto& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
-  std::exit(run_moesh(static_cast<int>(words.size()), argv.data()));
+  // What main has flushed is all: to take LibTorch apart takes longer than most command lines.
+  const int code = run_moesh(static_cast<int>(words.size()), argv.data());
+  std::fflush(nullptr);
+  _exit(code);
 }
 
 // Another thread would not survive the fork: the wait is a poll.

@@ -222,6 +222,22 @@ TEST(Generate, NamesWhatItCannotDo) {
   expect_parts(error({.prompt = {1, 96}}), {"token 96", "vocabulary of 96"});
   expect_parts(error({.prompt = {1, 2, 3}, .max_new_tokens = 4096}),
                {"3 tokens and 4096", "4096 positions", "4094"});
+  // A rank of a pipeline has some of the layers only.
+  const Config config = config_of("qwen3_moe", {.pp = 2});
+  on_mesh({.pp = 2}, [&](comm::Group&) {
+    const auto model = train::make_model(config);
+    nn::ModelKvCache kv_cache;
+    const auto forward = train::step_options(config).forward;
+    expect_parts(
+        error_of([&] { model->next_logits(some_ids(), kv_cache, forward); }, ErrorKind::config),
+        {"the next token needs the whole model", "pp is 2"});
+    EXPECT_TRUE(kv_cache.layers.empty());
+    expect_parts(
+        error_of(
+            [&] { model->forward({.input_ids_BL = some_ids(), .labels_BL = some_ids()}, forward); },
+            ErrorKind::config),
+        {"forward needs the whole model", "pp is 2"});
+  });
 }
 
 }  // namespace

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 
@@ -141,7 +140,7 @@ def checkpoints_are_folders_too(tmp):
 
 def mistakes_are_named(tmp):
     def refused(*args):
-        done = subprocess.run([MOESH, "generate", *map(str, args)], capture_output=True, text=True)
+        done = golden_test.served.run([MOESH, "generate", *args])
         assert done.returncode == 2, (args, done.returncode, done.stdout, done.stderr)
         return done.stderr
     folder = tmp / "plain"

@@ -140,6 +140,10 @@ TEST(KernelTable, ExpertsAreChosenWithTheirWeights) {
   EXPECT_EQ(&kernels_for({}, {w, w, w}), &cpu_kernels());
   const at::Tensor m = w.to(at::kMeta);
   EXPECT_EQ(&kernels_for({}, {m, m, m}), &meta_kernels());
+  // LoRA on experts is LibTorch's where the own kernels do not take it.
+  EXPECT_TRUE(hopper_kernels().takes_lora);
+  for (const at::Tensor& t : {w, m})
+    EXPECT_EQ(&kernels_for({}, {t, t, t, {}, {}, {}, {t, t}}), &aten_kernels());
 }
 
 }  // namespace

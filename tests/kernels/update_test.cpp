@@ -5,6 +5,7 @@
 
 #include <ATen/ops/_fused_adamw.h>
 
+#include <array>
 #include <cmath>
 
 #include "moesh/base/error.h"
@@ -118,6 +119,17 @@ TEST(AdamW, IsThatOfLibTorchsOps) {
       expect_close(a.mean, b.mean, tol, "mean");
       expect_close(a.mean_square, b.mean_square, tol, "mean of squares");
     }
+}
+
+// Weights that were gathered ahead are used only while the value has the version that they had.
+TEST(AdamW, RaisesTheVersionOfWhatItWrites) {
+  const AdamWParam p = param(1003, at::kFloat, 1, true);
+  const auto versions = [&] {
+    return std::array{p.value._version(), p.mean._version(), p.mean_square._version()};
+  };
+  const auto before = versions();
+  adamw_(numbers_of({}), {p});
+  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_GT(versions()[i], before[i]) << i;
 }
 
 TEST(AdamW, WritesNothingInAStepThatIsSkipped) {

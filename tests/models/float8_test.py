@@ -9,7 +9,6 @@ models must agree in float64, on one rank and on meshes.
 import math
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import types
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, utils  # noqa: E402
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import record_golden  # noqa: E402
-from golden_test import deepseek, make, mixtral, qwen2, qwen3  # noqa: E402
+from golden_test import deepseek, make, mixtral, qwen2, qwen3, served  # noqa: E402
 
 utils.logging.disable_progress_bar()
 TILE = 4
@@ -109,8 +108,7 @@ class InFloat8:
 
 
 def verify(moesh, golden, folder, *options):
-    return subprocess.run([moesh, "verify", "--golden", golden, f"--checkpoint.initial_load={folder}", "--dtype", "float64", *options],
-                          capture_output=True, text=True, timeout=250)
+    return served.run([moesh, "verify", "--golden", golden, f"--checkpoint.initial_load={folder}", "--dtype", "float64", *options])
 
 
 def main(moesh):

@@ -11,7 +11,6 @@ import pathlib
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 
@@ -24,7 +23,8 @@ from transformers import (AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Gl
                           GptOssConfig, GraniteMoeConfig, Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig,
                           MiniMaxM2Config, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3NextConfig, utils)
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+sys.path[:0] = [str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(__file__).parents[2] / "tools")]
+import served  # noqa: E402
 from record_golden import record  # noqa: E402
 
 utils.logging.disable_progress_bar()
@@ -145,7 +145,7 @@ VARIANTS = {
 
 
 def run(*args):
-    done = subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=300)
+    done = served.run(args)
     assert done.returncode == 0, f"{' '.join(map(str, args))}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -197,8 +197,7 @@ def narrow_goldens_hold(folder, golden, number):
         names = [n for n in sorted(tensors) if re.search(pattern, n)]
         name = [n for n in names if sizes[f"grad.{n}"] >= max(sizes[f"grad.{m}"] for m in names) / 2][-1]
         save_file({**tensors, name: tensors[name] * 1.5}, wrong / "model.safetensors", metadata={"format": "pt"})
-        done = subprocess.run([MOESH, "verify", "--golden", golden, f"--checkpoint.initial_load={wrong}", "--dtype", "bfloat16"],
-                              capture_output=True, text=True)
+        done = served.run([MOESH, "verify", "--golden", golden, f"--checkpoint.initial_load={wrong}", "--dtype", "bfloat16"])
         assert done.returncode == 1 and "|delta|" in done.stdout, f"{name} * 1.5 is not found\n{done.stdout}{done.stderr}"
 
 
@@ -244,7 +243,7 @@ def published_llama4_holds(tmp, seed):
     make(gpt_oss(), tmp / "gpt_oss")
     make(granite(), tmp / "granite")
     for name in ("text", "gpt_oss", "granite"):
-        done = subprocess.run([MOESH, "convert", tmp / name, tmp / "other", "--layout", "per_expert"], capture_output=True, text=True)
+        done = served.run([MOESH, "convert", tmp / name, tmp / "other", "--layout", "per_expert"])
         assert done.returncode == 2 and "has one layout on disk" in done.stderr, done.stdout + done.stderr
         assert not (tmp / "other").exists()
     print("llama4 as it is published", flush=True)
@@ -282,7 +281,7 @@ def documents_hold(tmp, seed):
     tensors = load_file(golden)
     del tensors["document_starts"]
     save_file(tensors, golden)
-    done = subprocess.run([MOESH, "verify", "--golden", golden, f"--checkpoint.initial_load={folder}"], capture_output=True, text=True)
+    done = served.run([MOESH, "verify", "--golden", golden, f"--checkpoint.initial_load={folder}"])
     assert done.returncode == 1 and "logits" in done.stdout, done.stdout + done.stderr
 
 
@@ -348,8 +347,7 @@ def wrong_weights_are_found(tmp):
     make(mixtral(), tmp / "a")
     make(mixtral(), tmp / "b")
     record(tmp / "a", tmp / "a.safetensors")
-    done = subprocess.run([MOESH, "verify", "--golden", tmp / "a.safetensors", f"--checkpoint.initial_load={tmp / 'b'}"],
-                          capture_output=True, text=True)
+    done = served.run([MOESH, "verify", "--golden", tmp / "a.safetensors", f"--checkpoint.initial_load={tmp / 'b'}"])
     assert done.returncode == 1 and "logits" in done.stdout, done.stdout + done.stderr
     evil = tmp / "x\u009b2J\u202e\nmoesh: done\x1b[31m"
     shutil.copytree(tmp / "a", evil)
@@ -357,8 +355,7 @@ def wrong_weights_are_found(tmp):
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, evil / "model.safetensors", metadata={"format": "pt"})
     for dtype in "float32", "bfloat16":
-        done = subprocess.run([MOESH, "verify", "--golden", tmp / "a.safetensors", "--model", f"hf:{evil}", "--dtype", dtype],
-                              capture_output=True, text=True)
+        done = served.run([MOESH, "verify", "--golden", tmp / "a.safetensors", "--model", f"hf:{evil}", "--dtype", dtype])
         said = done.stdout + done.stderr
         assert done.returncode == 2 and "tensor 'model.norm.weight' has NaN or inf" in said, (dtype, done)
         assert "x\\u009b2J\\u202e\\x0amoesh: done\\x1b[31m" in said and evil.name not in said, (dtype, done)

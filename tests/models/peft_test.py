@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -49,7 +48,7 @@ PATTERNS = dict(rank_pattern={"o_proj": 3, r"layers\.1\..*experts\.down_proj": 2
 
 
 def moesh(*args, code=0):
-    done = subprocess.run([MOESH, *map(str, args)], capture_output=True, text=True, timeout=300)
+    done = golden_test.served.run([MOESH, *args])
     command = " ".join(map(str, args))
     assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr

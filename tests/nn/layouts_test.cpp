@@ -302,8 +302,12 @@ TEST(Layouts, AnMlpIsAPartialSum) {
     const auto x = as_leaf(assume<Dense{T, T, R}>(my_tokens(x_BLD, mesh, tokens)));
     return std::pair(x, mlp(x));
   };
-  const ModuleOptions options{.dtype = at::kDouble, .device = test_device(), .init = kInit};
-  for (const auto& shape : kMeshes) {
+  const auto some_lora = [](const std::string&) {
+    return std::optional<LoraConfig>({.rank = 2, .scale = 0.5, .zero_b = false});
+  };
+  const auto check = [&](const MeshShape& shape, bool has_lora) {
+    ModuleOptions options{.dtype = at::kDouble, .device = test_device(), .init = kInit};
+    if (has_lora) options.lora = some_lora;
     const at::Tensor x = random({shape.dp_shard, L, D});
     const at::Tensor leaf = x.clone().requires_grad_(true);
     at::Tensor alone;  // by LibTorch's own operations
@@ -311,7 +315,12 @@ TEST(Layouts, AnMlpIsAPartialSum) {
       Mlp mlp("mlp", D, kHidden, options);
       std::vector<at::Tensor> w;
       mlp.each_param([&](auto& p) { w.push_back(p.stored().value.detach()); });
-      alone = at::linear(at::silu(at::linear(leaf, w[0])) * at::linear(leaf, w[1]), w[2]);
+      const auto layer = [&](const at::Tensor& in, size_t i) {
+        if (!has_lora) return at::linear(in, w[i]);
+        const at::Tensor added = at::linear(at::linear(in, w[3 * i + 1]), w[3 * i + 2]);
+        return at::linear(in, w[3 * i]) + 0.5 * added;
+      };
+      alone = layer(at::silu(layer(leaf, 0)) * layer(leaf, 1), 2);
       alone.square().sum().backward();
       return 0;
     });
@@ -324,7 +333,9 @@ TEST(Layouts, AnMlpIsAPartialSum) {
       const auto as_whole = assume<Dense{T, T, R}>(local(y));
       EXPECT_EQ(layout_complaint(mesh, as_whole, {0, 1, 0}, alone.detach()) == "", shape.tp == 1);
     });
-  }
+  };
+  for (const auto& shape : kMeshes)
+    for (const bool has_lora : {false, true}) check(shape, has_lora);
 }
 
 // FSDP divides the experts where there is one for every rank that has others, and else their

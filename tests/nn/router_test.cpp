@@ -209,9 +209,10 @@ TEST(Router, GateIsFloat32InBfloat16RunsAndTheGateBiasCounts) {
     const Route route = route_of(router, x, mesh);
     EXPECT_EQ(local(route.logits_NE).scalar_type(), at::kFloat);
     EXPECT_EQ(local(route.weights_NK).scalar_type(), at::kFloat);
-    const at::Tensor expected = at::linear(x.to(at::kFloat), router.gate().stored().value,
-                                           router.gate_bias()->stored().value);
-    EXPECT_TRUE(at::allclose(local(route.logits_NE), expected));
+    const at::Tensor expected =
+        at::linear(x.to(at::kDouble), router.gate().stored().value.to(at::kDouble),
+                   router.gate_bias()->stored().value.to(at::kDouble));
+    EXPECT_TRUE(at::allclose(local(route.logits_NE).to(at::kDouble), expected, 1e-5, 1e-6));
   });
 }
 

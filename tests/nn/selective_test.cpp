@@ -51,7 +51,7 @@ TEST(Selective, ADenseMlpHasTheGradientsOfNone) {
   // Narrower than it is wide, so that no size stands for another.
   expect_the_gradients_of_none({at::randn({2, 3, 7}, at::kDouble),
                                 at::randn({2, 3, 7}, at::kDouble), at::randn({4, 7}, at::kDouble)},
-                               [](const Inputs& x) { return swiglu_linear(x[0], x[1], x[2]); });
+                               [](const Inputs& x) { return swiglu_linear(x[0], x[1], x[2]).first; });
 }
 
 TEST(Selective, AttentionHasTheGradientsOfNone) {

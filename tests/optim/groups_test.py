@@ -7,7 +7,6 @@ tests/train/torch_test.py compares what groups do with torch.optim.
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 
@@ -48,12 +47,12 @@ def groups_are_printed(tmp, initial):
                          r"--optimizer.group.0.match=experts\.\d+\.w2\.weight$")
     wanted = sum(t.numel() for n, t in tensors(initial).items() if re.search(r"experts.*\.w2\.", n))
     assert f"{wanted:,} parameters in 2 tensors" in w2, w2
-    done = subprocess.run([MOESH, "print-config", f"--model=hf:{initial}",
-                           r"--optimizer.group.0.match=experts\.0\."], capture_output=True, text=True)
+    done = golden_test.served.run([MOESH, "print-config", f"--model=hf:{initial}",
+                                   r"--optimizer.group.0.match=experts\.0\."])
     assert done.returncode == 2 and "experts.1." in done.stderr and "match them all" in done.stderr
     for command in ("print-config", "train"):
-        done = subprocess.run([MOESH, command, f"--model=hf:{initial}",
-                               "--optimizer.group.0.match=nothing"], capture_output=True, text=True)
+        done = golden_test.served.run([MOESH, command, f"--model=hf:{initial}",
+                                       "--optimizer.group.0.match=nothing"])
         assert done.returncode == 2 and "no parameter has such a name" in done.stderr, done.stderr
     print("printed, and read back", flush=True)
 

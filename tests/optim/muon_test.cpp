@@ -210,6 +210,15 @@ TEST(Muon, TakesParametersInRounds) {
   });
 }
 
+// Five steps, of three products each: x x' [n, n], its square, and that times x, n <= m.
+TEST(Muon, CountsItsProducts) {
+  const OneRankScope scope;
+  const Matrices all;
+  EXPECT_EQ(muon_flops(all.up.stored(), false), 5 * 5 * (2 * 3 * 3 * 7 + 2 * 27 + 2 * 3 * 3 * 7));
+  EXPECT_EQ(muon_flops(all.heads.stored(), false), 5 * (2 * 25 * 12 + 2 * 125 + 2 * 25 * 12));
+  EXPECT_EQ(muon_flops(all.heads.stored(), true), 4 * 5 * (2 * 9 * 5 + 2 * 27 + 2 * 9 * 5));
+}
+
 TEST(Muon, LeavesTablesAndVectorsToAdamW) {
   on_mesh({}, [](const Mesh&) {
     const auto is_for = find_rule("muon").is_for;

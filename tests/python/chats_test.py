@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Chats as tokens and masks: chats_test.py CASE [COUNT]. A case is a function below.
+"""Chats as tokens and masks: chats_test.py [COUNT].
 
 `against_transformers` compares ids and masks with `apply_chat_template`, for templates of the five
 model families: those that TRL ships (for Qwen3, DeepSeek-V3, GPT-OSS and Llama 3), and for Mixtral
@@ -364,7 +364,7 @@ def counts_and_resumes(tmp):
                              capture_output=True, text=True)
     assert damaged.returncode == 2 and "out.mask" in damaged.stderr, damaged.stderr
     # Killed in the middle, and started again: the same bytes.
-    many = write_lines(tmp / "many.jsonl", [good] * 30_000)
+    many = write_lines(tmp / "many.jsonl", [good] * 10_000)
     args = [sys.executable, "-m", "moesh", "tokenize", "--tokenizer", folder,
             "--save-interval", "0"]
     whole = subprocess.run([*args, "--out", tmp / "whole", many], capture_output=True, text=True)
@@ -521,5 +521,8 @@ def of_the_program(tmp, model):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        globals()[sys.argv[1]](pathlib.Path(name), *sys.argv[2:])
-    print("good")
+        for case in (against_transformers, formats, counts_and_resumes, bad_input):
+            folder = pathlib.Path(name, case.__name__)
+            folder.mkdir()
+            case(folder, *(sys.argv[1:] if case is against_transformers else []))
+            print(case.__name__, flush=True)

@@ -184,7 +184,7 @@ class Interrupt(unittest.TestCase):
 
     def test_what_a_handler_does_not_raise_ends_nothing(self):
         before = 'signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))'
-        child = self.start(CALL.format(before=before, call='moesh.verify(mesh="tp=2", num_steps=40)'))
+        child = self.start(CALL.format(before=before, call='moesh.verify(mesh="tp=2", num_steps=12)'))
         self.assertEqual(child.stdout.readline(), "begun\n")
         child.send_signal(signal.SIGINT)
         said, errors = child.communicate(timeout=120)

@@ -138,6 +138,32 @@ TEST(Together, RowsGoToExpertsAndTheirGradientsComeBack) {
 }
 
 // One rank has all experts: its rows are where they belong, each tensor as it was.
+// Rows of a KiB and more are not copied into a message with others; they arrive all the same.
+TEST(Together, WideRowsAreAMessageOfTheirOwn) {
+  on_mesh({.dp_shard = 2, .ep = 2}, [](comm::Group& world) {
+    const std::vector<std::int64_t> send{1, 2}, recv{1 + world.rank(), 1 + world.rank()};
+    const auto leaf = [&](std::int64_t width, at::ScalarType dtype) {
+      return as_leaf(assume<Sparse{T, T, T}>(random({3, width}, dtype)));
+    };
+    const auto wide = leaf(128, at::kDouble), narrow = leaf(127, at::kDouble),
+               score = leaf(1, at::kFloat), also_wide = leaf(256, at::kFloat);
+    const comm::Trace trace;
+    const auto there = start_to_experts<ep>(send, recv, wide, narrow, score, also_wide).wait();
+    EXPECT_EQ(trace.entries().size(), 3U);
+    const auto expect_of = [&](const auto& x, const auto& came) {
+      EXPECT_TRUE(at::equal(local(came).detach(), world.all_to_all(local(x).detach(), send, recv)));
+    };
+    expect_of(wide, std::get<0>(there)), expect_of(narrow, std::get<1>(there));
+    expect_of(score, std::get<2>(there)), expect_of(also_wide, std::get<3>(there));
+    const at::Tensor v = random(local(std::get<0>(there)).sizes(), at::kDouble),
+                     w = random(local(std::get<3>(there)).sizes(), at::kFloat);
+    ((local(std::get<0>(there)) * v).sum() + (local(std::get<3>(there)) * w).sum()).backward();
+    EXPECT_TRUE(at::equal(local(wide).grad(), world.all_to_all(v, recv, send)));
+    EXPECT_TRUE(at::equal(local(also_wide).grad(), world.all_to_all(w, recv, send)));
+    EXPECT_EQ(local(score).grad().abs().sum().item<double>(), 0);
+  });
+}
+
 TEST(Together, RowsOfOneRankStay) {
   on_mesh({}, [](comm::Group&) {
     const auto x = as_leaf(assume<Sparse{T, T, T}>(random({3, 4}, at::kBFloat16))),

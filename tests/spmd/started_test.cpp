@@ -198,5 +198,62 @@ TEST(Started, IsAwaitedOnce) {
   });
 }
 
+// Rows under way that arrive, are brought to the stream, and added up.
+template <class F>
+void expect_as_of_values(const at::Tensor& value, F f) {
+  const auto leaf = value.clone().requires_grad_(true), same = value.clone().requires_grad_(true);
+  const at::Tensor y = f(leaf);
+  const comm::Trace trace;
+  // What no gradient needs, with the graph of a value: x + 0 x of nothing.
+  const at::Tensor none = raw::attach(same, raw::not_computed(same.sizes(), same.options()),
+                                      [](const at::Tensor& g) { return g; });
+  const at::Tensor of_none = f(none);
+  EXPECT_EQ(trace.entries().size(), 0U) << "sent";
+  EXPECT_TRUE(raw::is_not_computed(of_none));
+  EXPECT_TRUE(of_none.isnan().all().template item<bool>());
+  ASSERT_EQ(of_none.sizes(), y.sizes());
+  const at::Tensor weights = random_rows(y.sizes());
+  y.backward(weights);
+  const std::size_t num_sent = trace.entries().size();
+  of_none.backward(weights);
+  EXPECT_EQ(trace.entries().size(), 2 * num_sent) << "backward sends the same";
+  EXPECT_TRUE(at::equal(same.grad(), leaf.grad()));
+}
+
+TEST(NotComputed, GoesNowhereAndHasTheGradientOfAValue) {
+  on_mesh({.dp_shard = 3, .ep = 3}, [](comm::Group& world) {
+    at::manual_seed(world.rank());
+    const RowsOf rows(world.rank(), 3);
+    expect_as_of_values(random_rows({rows.num_send, 2}), [&](const at::Tensor& x) {
+      return local(start_to_owners<ep>(assume<Sparse{T, E, T}>(x), rows.send, rows.recv).wait());
+    });
+    expect_as_of_values(random_rows({rows.num_send, 2}), [&](const at::Tensor& x) {
+      return local(to_owners<ep>(assume<Sparse{T, E, T}>(x), rows.send, rows.recv));
+    });
+  });
+  on_mesh({.tp = 3}, [](comm::Group& world) {
+    const SplitDim along{.dim = 0, .sizes = {1, 3, 0}};
+    const auto mine = along.sizes[static_cast<std::size_t>(world.rank())];
+    using Shard = Tensor<Dense{T, T, T}>;
+    using Whole = Tensor<Dense{T, T, P}>;
+    at::manual_seed(world.rank());
+    expect_as_of_values(random_rows({4, 2}), [&](const at::Tensor& x) {
+      return local(reduce_scatter<tp>(Whole::assume(x), along));
+    });
+    expect_as_of_values(random_rows({mine, 2}), [&](const at::Tensor& x) {
+      return local(all_gather<tp, I>(Shard::assume(x), along));
+    });
+    at::manual_seed(7);  // gradients of I are the same on all ranks
+    expect_as_of_values(random_rows({4, 2}), [&](const at::Tensor& x) {
+      return local(all_reduce<tp, I>(Whole::assume(x)));
+    });
+    const at::Tensor other = random_rows({4, 2});
+    expect_as_of_values(random_rows({4, 2}), [&](const at::Tensor& x) {
+      const auto sum = Whole::assume(x) + Whole::assume(other);
+      return local(unflatten(Whole::assume(other) + (sum + sum), 0, {2, 2}));
+    });
+  });
+}
+
 }  // namespace
 }  // namespace moesh

@@ -10,7 +10,6 @@ import argparse
 import json
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 
@@ -106,10 +105,6 @@ def formulas_are_those_of_transformers(tmp):
     print("formulas of transformers", flush=True)
 
 
-def run(*args):
-    return subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=300)
-
-
 def files_are_read_and_written(tmp):
     """Nothing is dropped without a word: not by a conversion, not where a run has no such layers."""
     config, depth = MODELS["glm4_moe"]
@@ -128,8 +123,9 @@ def files_are_read_and_written(tmp):
                                       "--mesh", "tp=2,ep=2")
 
     train = [torch_test.MOESH, "train", f"--model=hf:{folder}", "--steps=1", "--checkpoint.enable"]
-    without = run(*train, "--model.num_mtp_layers=0", f"--checkpoint.folder={tmp / 'without'}",
-                  f"--metrics.folder={tmp / 'without'}")
+    without = golden_test.served.run(
+        [*train, "--model.num_mtp_layers=0", f"--checkpoint.folder={tmp / 'without'}",
+         f"--metrics.folder={tmp / 'without'}"])
     assert without.returncode == 0, without.stderr
     for text in ("are left out", "model.layers.3.eh_proj.weight", "model.num_mtp_layers"):
         assert text in without.stderr, without.stderr
@@ -145,7 +141,7 @@ def files_are_read_and_written(tmp):
     save_file({**there, name: there[name] + 1}, other / "model.safetensors",
               metadata={"format": "pt"})
     (other / "config.json").write_text((folder / "config.json").read_text())
-    told = run(torch_test.MOESH, "convert", other, tmp / "converted")
+    told = golden_test.served.run([torch_test.MOESH, "convert", other, tmp / "converted"])
     assert told.returncode == 0 and f"'{name}' is not 'model.embed_tokens.weight'" in told.stderr, \
         told.stderr
 
@@ -156,9 +152,9 @@ def files_are_read_and_written(tmp):
               lacking / "model.safetensors", metadata={"format": "pt"})
     (lacking / "config.json").write_text((folder / "config.json").read_text())
     taken = [*train[:2], f"--model=hf:{lacking}", "--steps=1", f"--metrics.folder={tmp / 'taken'}"]
-    without = run(*taken)
+    without = golden_test.served.run(taken)
     assert without.returncode == 0 and "left out" not in without.stderr, without.stderr
-    refused = run(*taken, "--model.num_mtp_layers=1")
+    refused = golden_test.served.run([*taken, "--model.num_mtp_layers=1"])
     assert refused.returncode != 0, refused.stdout
     for text in ("model.layers.3.", "model.num_mtp_layers"):
         assert text in refused.stderr, refused.stderr

@@ -136,6 +136,75 @@ TEST(Noise, IsNoMoreThanRoundingExplains) {
   }
 }
 
+// What rounding decides of gradients: one of two runs in bfloat16 has a larger d(b), and eight
+// roundings change d(a) by `bound` in float64.
+std::vector<std::string> decided_of(double larger, double bound, double size_in_float64 = 1,
+                                    std::int64_t count = 100) {
+  const at::Tensor g = at::linspace(1, 2, count, at::kDouble);
+  const NamedTensors wide{
+      .tensors = {{"d(a)", size_in_float64 * g}, {"d(b)", g}, {"logits", g}},
+      .noise = {{"d(a)", bound * size_in_float64 * g}, {"d(b)", 0.01 * g}, {"logits", bound * g}}};
+  const auto run = [&](double size) {
+    return NamedTensors{.tensors = {{"d(a)", g}, {"d(b)", size * g}, {"logits", g}},
+                        .noise = {{"d(a)", g}, {"d(b)", g}, {"logits", g}}};
+  };
+  return against_float64({run(1), run(larger)}, at::kBFloat16, wide).decided;
+}
+
+TEST(Noise, DecidesGradientsOfWhichOneChangesItsSize) {
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(decided_of(2.1, 0.6), Names{"d(a)"});  // only gradients
+  EXPECT_EQ(decided_of(1 / 2.1, 0.6), Names{"d(a)"});
+  EXPECT_EQ(decided_of(1.9, 0.6), Names{});
+  EXPECT_EQ(decided_of(2.1, 0.4), Names{}) << "float64 tells it";
+  EXPECT_EQ(decided_of(2.1, 0.6, 1e-16), Names{}) << "a sum that cancels";
+  EXPECT_EQ(decided_of(2.1, 0.6, 1, 15), Names{}) << "a few may be small by chance";
+}
+
+TEST(Noise, LeavesWhatRoundingDecides) {
+  const at::Tensor g = at::ones({4}, at::kDouble), one = at::ones({}, at::kDouble);
+  const auto left = [&](double noise_of_norm, const std::vector<std::string>& gradients) {
+    NamedTensors run{.tensors = {{"d(a)", g},
+                                 {"d(aa)", g},
+                                 {"step 0 gradient norm", one},
+                                 {"step 1 d(a)", g},
+                                 {"step 1 gradient norm", one}},
+                     .noise = {{"step 0 gradient norm", noise_of_norm * one},
+                               {"step 1 gradient norm", 0 * one}}};
+    leave_decided(run, gradients);
+    std::vector<std::string> names;
+    for (const auto& [name, weight] : run.weight) names.push_back(name);
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(left(1, {}), Names{});
+  EXPECT_EQ(left(0.1, {"d(a)"}), (Names{"d(a)", "step 1 d(a)"}));
+  EXPECT_EQ(left(0.3, {"d(a)"}), (Names{"d(a)", "step 0 gradient norm", "step 1 d(a)"}));
+}
+
+// Attention logits of hundreds, of a large LoRA: a mesh that sums in another order looks at another
+// key, and has gradients of thirty times the size. Other models know nothing of the kind.
+TEST(Noise, DecidesTheGradientsOfASoftmaxThatTurns) {
+  VerifyCase c = two_steps("deepseek_v3", "bfloat16");
+  const config::Origin test{"test"};
+  c.config = changed(c.config, {{"data.sequence_length", std::int64_t{9}, test},
+                                {"data.batch_size", std::int64_t{1}, test},
+                                {"training.gradient_accumulation_steps", std::int64_t{3}, test},
+                                {"moe.load_balance_coeff", 5e-4, test},
+                                {"lora.rank", std::int64_t{1}, test},
+                                {"lora.init_lora_weights", false, test},
+                                {"model.num_dense_layers", std::int64_t{0}, test},
+                                {"model.num_shared", std::int64_t{0}, test},
+                                {"model.routed_scale", 0.5, test}});
+  c.config = changed(c.config, config::mesh_settings({.tp = 2, .etp = 2}, "test"));
+  VerifyReference reference = run_reference(c);
+  EXPECT_GT(reference.left_out.gradients, 40);
+  const VerifyReport report = verify_closely(c, reference);
+  EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+  for (const char* model : {"deepseek_v3", "gpt_oss", "qwen3_moe"})
+    EXPECT_EQ(run_reference(two_steps(model, "bfloat16")).left_out.gradients, 0) << model;
+}
+
 // Noise that three runs found too small by chance is measured again, an error of ten times the
 // noise is not looked at twice.
 TEST(Noise, IsMeasuredAgainInDoubt) {
@@ -276,9 +345,13 @@ TEST(Noise, TellsWhatItLeavesOut) {
   EXPECT_EQ(found.steps, 1);
   EXPECT_EQ(found.tensors, 1);
   found.against_float64 = 3;
+  run.weight["d(a)"] = at::zeros({3});
+  run.weight["step 0 gradient norm"] = at::zeros({});
+  found.gradients = left_out(run, 2).gradients;
   EXPECT_EQ(found.describe(),
-            "1 step (rounding decides the loss), 1 tensor (rounding decides where it moves), 3 "
-            "tensors against float64 (rounding decides half of it)");
+            "1 step (rounding decides the loss), 1 tensor (rounding decides where it moves), 2 "
+            "gradients (rounding decides half of it), 3 tensors against float64 (rounding decides "
+            "half of it)");
   EXPECT_FALSE(LeftOut{}.any());
 }
 

@@ -12,6 +12,7 @@
 #include "tests/checkpoint/support.h"
 #include "tests/config/other_value.h"
 #include "tests/data/small_tokenizer.h"
+#include "tests/tier.h"
 #include "tests/train/random_routing.h"
 
 namespace moesh::verify {
@@ -148,8 +149,13 @@ TEST_P(Sweep, RunsWithTheOption) {
   Pair pair(o);
   pair.before.config = fitted(pair.before.config, {mesh});
   pair.after.config = fitted(pair.after.config, {mesh});
+  EXPECT_FALSE(same(one_run(pair.before), one_run(pair.after)))
+      << "the sweep does not see " << o.name;
+  // That a mesh agrees is also known of Numbers: in `make test` for every fourth option.
+  const auto names = names_in_sweeps();
+  const auto at = std::find(names.begin(), names.end(), o.name) - names.begin();
+  if (!is_long() && at % 4 != 0) return;
   const auto reference = run_reference(pair.after);
-  EXPECT_FALSE(same(one_run(pair.before), reference)) << "the sweep does not see " << o.name;
   const auto report = verify(pair.after, reference);
   EXPECT_TRUE(report.holds()) << report.describe(mesh);
 }

@@ -161,10 +161,10 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
     out.saved.up_RF =
         groups.rows_times(rows_RD, float8_weight(weights.w3_eFD, tile).transpose(1, 2));
     if (lora.a13_erD.defined()) {
-      const at::Tensor low_Rr = low_rank(groups, tile > 0 ? gathered(input, input.x) : rows_RD,
-                                         lora.a13_erD, lora.scale13);
+      out.saved.low13_Rr = low_rank(groups, tile > 0 ? gathered(input, input.x) : rows_RD,
+                                    lora.a13_erD, lora.scale13);
       const auto added =
-          groups.rows_times(low_Rr, joined(lora.b13_e2Fr).transpose(1, 2)).chunk(2, 1);
+          groups.rows_times(out.saved.low13_Rr, joined(lora.b13_e2Fr).transpose(1, 2)).chunk(2, 1);
       out.saved.gate_RF.add_(added[0]), out.saved.up_RF.add_(added[1]);
     }
   }
@@ -178,9 +178,10 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
   h = h.to(input.x.scalar_type());
   at::Tensor y_RD =
       groups.rows_times(float8_rows(h, tile), float8_weight(weights.w2_eDF, tile).transpose(1, 2));
-  if (lora.a2_erF.defined())
-    y_RD.add_(groups.rows_times(low_rank(groups, h, lora.a2_erF, lora.scale2),
-                                lora.b2_eDr.transpose(1, 2)));
+  if (lora.a2_erF.defined()) {
+    out.saved.low2_Rr = low_rank(groups, h, lora.a2_erF, lora.scale2);
+    y_RD.add_(groups.rows_times(out.saved.low2_Rr, lora.b2_eDr.transpose(1, 2)));
+  }
   if (weights.b2_eD.defined()) {
     at::Tensor bias_RD = groups.per_row(weights.b2_eD, wide(y_RD));
     if (config.scores == ScoreSide::after) bias_RD.mul_(input.scores_R.unsqueeze(1));
@@ -242,12 +243,8 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   }
   out.x = combined(in, out.x);
   const at::Tensor h = v.h.to(dtype);
-  // The terms of a and b are small, and a and b may be gone when the weights come later.
-  at::Tensor low2_Rr, low13_Rr;
-  if (lora.a2_erF.defined()) low2_Rr = low_rank(groups, h, lora.a2_erF, lora.scale2);
-  if (lora.a13_erD.defined())
-    low13_Rr = low_rank(groups, gathered(in, in.x), lora.a13_erD, lora.scale13);
-  const auto weight_half = [=](const at::Tensor& d_rows_RD) {
+  const auto weight_half = [=, low13_Rr = saved.low13_Rr,
+                            low2_Rr = saved.low2_Rr](const at::Tensor& d_rows_RD) {
     const at::Tensor rows_RD = gathered(in, in.x);
     if (low2_Rr.defined() || low13_Rr.defined()) {
       ExpertsWeights d;

@@ -19,6 +19,7 @@ struct Elementwise {
   const float* score_R;  // null: none
   bool before;           // the score multiplies the input of the expert, not its output
   bool clamped;          // the activation
+  bool trains_biases;    // dh: bias_gradients comes after it
   const bf16* bias[2];   // up, dh: b1, b3 [E, F]; down: b2 [E, D]; null: none
   bf16* gate_RF;         // dh: d_gate is written over it
   bf16* up_RF;           // likewise
@@ -118,7 +119,7 @@ struct RowActivation {
       after = score;
     } else {
       (e.before ? before : after) = score;
-      kept = e.bias[0] || e.bias[1] ? 1.f : before;
+      kept = e.trains_biases ? 1.f : before;
       unpack(biases.b1, b1), unpack(biases.b3, b3);
     }
   }
@@ -175,8 +176,8 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
 
 /// dh: the results are P = dy W2, the gradient of h but for the score. With dA = s P:
 /// d_gate = dA dh/dg and d_up = dA dh/du over gate and up, act = s h once more, d_score = <h, P>;
-/// or, with the score before, <dg, gate> + <du, up>, and these times s, but for biases: their
-/// gradients are sums of dg and du, and bias_gradients multiplies by s when it has them.
+/// or, with the score before, <dg, gate> + <du, up>, and these times s, but for biases that are
+/// trained: their gradients are sums of dg and du, and bias_gradients multiplies by s then.
 /// This is the longest of the finishes, and must be done before the next tile is. So gate and up
 /// are loaded one row ahead. Plain: into registers, as shared memory is busy with the
 /// multiplications (5 % of dh at D = 2048). Else the biases need those, and each lane has its own

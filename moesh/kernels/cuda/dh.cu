@@ -13,6 +13,8 @@ Error dh(const GroupedExperts& e, const void* dy_RD, void* gate_RF, void* up_RF,
   p.width = static_cast<int>(e.ffn);
   p.depth = static_cast<int>(e.model);
   p.b[0] = l.map(e.w2_EDF, e.ffn, e.model, e.num_experts, 64, kTileK);
+  if (const LowRankTerm& t = e.added; t.rank > 0)
+    p.tail_b = l.map(t.matrix, e.ffn, t.rank, e.num_experts, 64, kTileK);
   p.elementwise.bias[0] = static_cast<const bf16*>(e.b1_EF);
   p.elementwise.bias[1] = static_cast<const bf16*>(e.b3_EF);
   p.elementwise.gate_RF = static_cast<bf16*>(gate_RF);

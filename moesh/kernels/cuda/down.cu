@@ -12,6 +12,8 @@ Error down(const GroupedExperts& e, const void* act_RF, void* y_RD, Stream strea
   p.a[0] = l.map(act_RF, e.ffn, e.num_rows, 1, kTileK, kTileM);
   p.b[0] = l.map(e.w2_EDF, e.ffn, e.model, e.num_experts, kTileK, 128);
   p.out[0] = l.map(y_RD, e.model, e.num_rows, 1, 64, kSlab);
+  if (const LowRankTerm& t = e.added; t.rank > 0)
+    p.tail_b = l.map(t.matrix, t.rank, e.model, e.num_experts, kTileK, 128);
   p.elementwise.bias[0] = static_cast<const bf16*>(e.b2_ED);
   p.elementwise.rows_RD = static_cast<bf16*>(y_RD);
   return l.launch<Gemm::down>(stream);

@@ -17,6 +17,8 @@ Error dx(const GroupedExperts& e, const void* d_gate_RF, const void* d_up_RF, vo
     p.a[1] = l.map(d_up_RF, e.ffn, e.num_rows, 1, kTileK, kTileM);
     p.b[1] = l.map(e.w3_EFD, e.model, e.ffn, e.num_experts, 64, kTileK);
   }
+  if (const LowRankTerm& t = e.added; t.rank > 0)
+    p.tail_b = l.map(t.matrix, e.model, t.rank, e.num_experts, 64, kTileK);
   p.out[0] = l.map(dx_RD, e.model, e.num_rows, 1, 64, kSlab);
   p.elementwise.rows_RD = static_cast<bf16*>(dx_RD);
   return l.launch<Gemm::dx>(stream);

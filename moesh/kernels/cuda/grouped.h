@@ -28,6 +28,8 @@
 // depth, 64 x 128 of the slab at a time; times the scales of the row and of the block of B these
 // are added up in registers, while the other warp group multiplies.
 //
+// What LoRA adds is a tail of the contraction, its rank deep: A from its rows, B from its matrix.
+//
 // Rows are gathered by a kernel of their own (rows.cu). Gathering in here by cp.async costs no
 // memory traffic, but 10 to 13 points of the tensor cores' time, and the warps which now finish.
 
@@ -65,10 +67,11 @@ struct GroupedParams {
   CUtensorMap a[2], b[2], out[2];
   const int* ends_E;  // [E] end of each expert's rows
   int num_experts;
-  int height;     // of the outputs where they are weights
-  int width;      // columns of an output
-  int depth;      // of the contraction, each of num_parts; not where it runs over rows
-  int num_parts;  // 1; dx: 2, of a and b
+  int height;      // of the outputs where they are weights
+  int width;       // columns of an output
+  int depth;       // of the contraction, each of num_parts; not where it runs over rows
+  int num_parts;   // 1; dx: 2, of a and b
+  int tail_depth;  // of what LoRA adds; with a tail: not 0
   // Where the contraction runs over rows: the sums of chunks [max_chunk_pairs, block, slab, 64 x
   // 256], and how many of a tile's are there, [max_chunk_pairs, block, slab].
   int max_chunk_pairs;
@@ -79,6 +82,7 @@ struct GroupedParams {
   CUtensorMap scales_a[2];  // [steps, R]
   BlockScales scales_b[2];
   int num_rows;  // of one group, where ends_E is null
+  CUtensorMap tail_a, tail_b;
 };
 
 namespace grouped {
@@ -254,40 +258,43 @@ __device__ void make_tables(Shared& shared, const GroupedParams& p) {
 }
 
 /// Blocks of depth 64.
-template <Gemm kGemm>
+template <Gemm kGemm, bool kTail>
 __device__ __forceinline__ int num_steps(const GroupedParams& p, const Tile& t) {
   if constexpr (Flow<kGemm>::kOverRows) return steps_of(t.num_rows);
-  return p.num_parts * ceil_div(p.depth, kTileK);
+  const int steps = p.num_parts * ceil_div(p.depth, kTileK);
+  return kTail ? steps + ceil_div(p.tail_depth, kTileK) : steps;
 }
 
 // ---- loading ----
 
 /// Starts the loads of one stage. All tensors end where they end: TMA writes zeros for what is
 /// outside, so that depth and width need not be multiples of a tile.
-template <Gemm kGemm>
+template <Gemm kGemm, bool kTail>
 __device__ __forceinline__ void load_stage(const GroupedParams& p, const Tile& t, int rank,
                                            int step, uint32_t stage, uint32_t scales,
                                            uint32_t full) {
   using F = Flow<kGemm>;
   const int steps_of_part = ceil_div(p.depth, kTileK);
+  const bool is_tail = kTail && step >= p.num_parts * steps_of_part;
   const int part = p.num_parts > 1 && step >= steps_of_part;
-  const int k = F::kOverRows ? t.first_row + step * kTileK : (step - part * steps_of_part) * kTileK;
+  const int before = is_tail ? p.num_parts * steps_of_part : part * steps_of_part;
+  const int k = F::kOverRows ? t.first_row + step * kTileK : (step - before) * kTileK;
   ptx::barrier_expect(full, kStageBytes + (F::kFloat8 ? kScaleBytes : 0));
   if constexpr (F::kFloat8)
-    ptx::tma_load(scales, &p.scales_a[part], t.first_row & ~3, step - part * steps_of_part, 0,
-                  full);
+    ptx::tma_load(scales, &p.scales_a[part], t.first_row & ~3, step - before, 0, full);
   if constexpr (F::kMnA) {
     for (int block = 0; block < 2; ++block)
       ptx::tma_load(stage + block * kBlockBytes, &p.a[0], t.m + block * 64, k, 0, full);
   } else {
-    ptx::tma_load(stage, &p.a[part], k, t.first_row, 0, full);
+    ptx::tma_load(stage, is_tail ? &p.tail_a : &p.a[part], k, t.first_row, 0, full);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (t.shared && half != rank) continue;  // the other block brings it
-    const CUtensorMap* map = &p.b[F::kTwins ? half : part];
+    const CUtensorMap* map = is_tail ? &p.tail_b : &p.b[F::kTwins ? half : part];
     const int n = t.column * F::kColumns + (F::kTwins ? 0 : half * 128);
-    const int expert = F::kOverRows ? 0 : t.expert;
+    // The tail of twins is one tensor, of both halves of one expert after the other.
+    const int expert = F::kOverRows ? 0 : is_tail && F::kTwins ? 2 * t.expert + half : t.expert;
     // 128 rows of a weight, or two blocks of 64 columns
     for (int block = 0; block < (F::kMnB ? 2 : 1); ++block) {
       const uint32_t to = stage + kBytesA + (2 * half + block) * kBlockBytes;
@@ -315,7 +322,7 @@ __device__ __forceinline__ float2 scales_of_b(const GroupedParams& p, const Tile
   return {at(part, 2 * t.column), at(part, 2 * t.column + 1)};
 }
 
-template <Gemm kGemm>
+template <Gemm kGemm, bool kTail>
 __device__ void load_tiles(const GroupedParams& p, Shared& shared, int rank) {
   const auto tiles = make_tiles<kGemm>(p, shared);
   const uint32_t stages = ptx::shared_address(shared.stages);
@@ -323,15 +330,16 @@ __device__ void load_tiles(const GroupedParams& p, Shared& shared, int rank) {
   Ring ring;
   for (int index = blockIdx.x / 2; index < tiles.size(); index += gridDim.x / 2) {
     const Tile t = tiles.at(index, rank);
-    const int steps = num_steps<kGemm>(p, t);
+    const int steps = num_steps<kGemm, kTail>(p, t);
     for (int step = 0; step < steps; ++step, ring.next()) {
       float2 scales_b;
       if constexpr (Flow<kGemm>::kFloat8) scales_b = scales_of_b<kGemm>(p, t, step);
       ptx::barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
       if constexpr (Flow<kGemm>::kFloat8)
         shared.scales.b[ring.stage][0] = scales_b.x, shared.scales.b[ring.stage][1] = scales_b.y;
-      load_stage<kGemm>(p, t, rank, step, stages + ring.stage * kStageBytes,
-                        ptx::shared_address(&shared.scales.a[ring.stage]), full + 8 * ring.stage);
+      load_stage<kGemm, kTail>(p, t, rank, step, stages + ring.stage * kStageBytes,
+                               ptx::shared_address(&shared.scales.a[ring.stage]),
+                               full + 8 * ring.stage);
     }
   }
 }
@@ -368,7 +376,7 @@ __device__ inline void clear_rest(uint32_t stage, int num_rows) {
 /// The depth of one tile. Float8: the sum of each step is apart, and added with its scales.
 /// kN = 0: nothing of this slab exists, the stages are only passed on.
 /// `meanwhile` is called while the last steps are multiplied.
-template <Gemm kGemm, int kN, class Function>
+template <Gemm kGemm, bool kTail, int kN, class Function>
 __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& shared, const Tile& t,
                                               int slab, Ring& ring, float (&acc)[kTileN / 2],
                                               const Function& meanwhile) {
@@ -379,7 +387,7 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
   auto release = [&](int stage) {
     if (lane < 2) ptx::barrier_arrive_at(empty + 8 * stage, lane);
   };
-  const int steps = num_steps<kGemm>(p, t);
+  const int steps = num_steps<kGemm, kTail>(p, t);
   if constexpr (F::kFloat8 && kN > 0) {
     const uint64_t first_a = ptx::matrix_descriptor(stages + slab * kBlockBytes);
     const uint64_t first_b = ptx::matrix_descriptor(stages + kBytesA);
@@ -422,7 +430,8 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
   } else {
     const uint64_t first_a = ptx::matrix_descriptor(stages + slab * kBlockBytes);
     const uint64_t first_b = ptx::matrix_descriptor(stages + kBytesA);
-    const int whole = F::kOverRows ? t.num_rows / kTileK : steps;
+    const int rest_of_tail = kTail ? p.tail_depth % kTileK : 0;
+    const int whole = F::kOverRows ? t.num_rows / kTileK : steps - (rest_of_tail > 0);
     int previous = 0;
     for (int step = 0; step < whole; ++step, ring.next()) {
       const uint64_t offset = (ring.stage * kStageBytes) >> 4;
@@ -435,11 +444,12 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
     meanwhile();
     ptx::wgmma_wait<0>();
     if (whole > 0) release(previous);
-    if (F::kOverRows && whole < steps) {
+    if ((F::kOverRows || kTail) && whole < steps) {
       const uint64_t offset = (ring.stage * kStageBytes) >> 4;
-      const int rest = t.num_rows - whole * kTileK, sixteens = max(1, ceil_div(rest, 16));
+      const int rest = kTail ? rest_of_tail : t.num_rows - whole * kTileK;
+      const int sixteens = max(1, ceil_div(rest, 16));
       ptx::barrier_wait(full + 8 * ring.stage, ring.phase);
-      clear_rest(stages + ring.stage * kStageBytes, rest);
+      if constexpr (F::kOverRows) clear_rest(stages + ring.stage * kStageBytes, rest);
       const uint64_t a = first_a + offset, b = first_b + offset;
       // Four times a fixed number: ptxas serialises wgmma in a loop of unknown length.
       if (sixteens == 1) multiply<kGemm, kN, 1>(acc, a, b, whole);
@@ -497,7 +507,7 @@ struct ChunkSums {
 };
 
 /// A warp group: multiplies its slab of every tile and leaves it as bf16 in shared.results.
-template <Gemm kGemm>
+template <Gemm kGemm, bool kTail>
 __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank, int slab) {
   using F = Flow<kGemm>;
   const auto tiles = make_tiles<kGemm>(p, shared);
@@ -534,13 +544,13 @@ __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank,
     };
     const bool half = !F::kTwins && p.width - t.column * kTileN <= kTileN / 2;
     if (t.height <= slab * kSlab) {
-      multiply_tile<kGemm, 0>(p, shared, t, slab, ring, acc, find_next);
+      multiply_tile<kGemm, kTail, 0>(p, shared, t, slab, ring, acc, find_next);
       continue;
     }
     if (!F::kTwins && half)
-      multiply_tile<kGemm, kTileN / 2>(p, shared, t, slab, ring, acc, find_next);
+      multiply_tile<kGemm, kTail, kTileN / 2>(p, shared, t, slab, ring, acc, find_next);
     else
-      multiply_tile<kGemm, kTileN>(p, shared, t, slab, ring, acc, find_next);
+      multiply_tile<kGemm, kTail, kTileN>(p, shared, t, slab, ring, acc, find_next);
 
     const int num_stores = half ? kTileN / 32 : kTileN / 16;
     bool whole = true;
@@ -672,7 +682,7 @@ struct Registers {
   static constexpr int kMultiply = kFloat8 ? 216 : kOverRows ? 208 : kPlain ? 192 : 184;
 };
 
-template <Gemm kGemm, bool kPlain>
+template <Gemm kGemm, bool kPlain, bool kTail>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ GroupedParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -696,7 +706,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (warp_group == 0) {
     ptx::give_registers<Registers<kGemm, kPlain>::kFinish>();
     if (warp == 0) {
-      if (lane == 0) load_tiles<kGemm>(p, shared, rank);
+      if (lane == 0) load_tiles<kGemm, kTail>(p, shared, rank);
     } else if constexpr (kGemm == Gemm::dh) {
       finish_dh_tiles<kPlain>(p, shared, rank, warp - 1);
     } else {
@@ -704,7 +714,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     ptx::take_registers<Registers<kGemm, kPlain>::kMultiply>();
-    multiply_tiles<kGemm>(p, shared, rank, warp_group - 1);
+    multiply_tiles<kGemm, kTail>(p, shared, rank, warp_group - 1);
   }
   __syncwarp();
   ptx::cluster_sync();  // no block leaves while the other one may still write to it

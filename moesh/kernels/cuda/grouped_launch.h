@@ -22,6 +22,11 @@ class GroupedLaunch {
     params.elementwise.before = e.score_before;
     params.elementwise.clamped = e.clamped;
     params.elementwise.num_rows = e.num_rows;
+    params.elementwise.trains_biases = !e.frozen && (e.b1_EF || e.b3_EF);
+    params.tail_depth = static_cast<int>(e.added.rank);
+    if (e.added.rank % 8 != 0 || e.added.rank < 0) error_ = "the rank is to be a multiple of 8";
+    if (e.added.rank > 0)
+      params.tail_a = map(e.added.rows_Rr, e.added.rank, e.num_rows, 1, kTileK, kTileM);
   }
 
   CUtensorMap map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
@@ -35,8 +40,18 @@ class GroupedLaunch {
 
   template <Gemm kGemm, bool kPlain = true>
   Error launch(Stream stream) {
+    if constexpr (!Flow<kGemm>::kOverRows && !Flow<kGemm>::kFloat8)
+      if (params.tail_depth > 0) return launch_kernel<kGemm, kPlain, true>(stream);
+    return launch_kernel<kGemm, kPlain, false>(stream);
+  }
+
+  GroupedParams params = {};
+
+ private:
+  template <Gemm kGemm, bool kPlain, bool kTail>
+  Error launch_kernel(Stream stream) {
     static Prepared prepared;
-    const auto kernel = grouped::kernel<kGemm, kPlain>;
+    const auto kernel = grouped::kernel<kGemm, kPlain, kTail>;
     constexpr int kBytes = sizeof(grouped::Shared);
     static_assert(kBytes <= 227 * 1024);
     int num_blocks = 0;
@@ -46,9 +61,6 @@ class GroupedLaunch {
     return text_of(cudaGetLastError());
   }
 
-  GroupedParams params = {};
-
- private:
   Error error_ = nullptr;
 };
 

@@ -67,7 +67,8 @@ class ExpertsCall {
                  aligned(w.b1_eF),
                  aligned(w.b3_eF),
                  aligned(w.b2_eD),
-                 {},
+                 {aligned(w.lora.a13_erD), aligned(w.lora.b13_e2Fr), aligned(w.lora.a2_erF),
+                  aligned(w.lora.b2_eDr), w.lora.scale13, w.lora.scale2},
                  w.codes},
         experts_{.num_rows = num_rows,
                  .model = w.w1_eFD.size(2),
@@ -82,28 +83,43 @@ class ExpertsCall {
                  .w2_EDF = in(weights_.w2_eDF),
                  .b1_EF = in(weights_.b1_eF),
                  .b3_EF = in(weights_.b3_eF),
-                 .b2_ED = in(weights_.b2_eD)} {
+                 .b2_ED = in(weights_.b2_eD),
+                 .frozen = w.lora.any()} {
     if (gathered()) rows_RD_ = empty_rows();
   }
 
   ExpertsOutput forward(const ExpertsInput& given) {
     const at::Tensor gate_RF = empty_hidden(), up_RF = empty_hidden();
     if (is_float8_) return {at_tokens(float8_forward(gate_RF, up_RF)), {given, gate_RF, up_RF}};
+    const ExpertsLora& l = weights_.lora;
     const at::Tensor act_RF = empty_hidden();
-    run_("up", up, experts_, in(at_experts(input_.x)), out(gate_RF), out(up_RF), out(act_RF));
+    const at::Tensor low13_Rr = low_rows(l.a13_erD, l.scale13, {input_.x}, Rows::tokens);
+    run_("up", up, with(low13_Rr, l.b13_e2Fr), in(at_experts(input_.x)), out(gate_RF), out(up_RF),
+         out(act_RF));
     const at::Tensor y_RD = gathered() ? rows_RD_ : empty_rows();
-    run_("down", down, experts_, in(act_RF), out(y_RD));
-    return {at_tokens(y_RD), {given, gate_RF, up_RF}};
+    const at::Tensor low2_Rr = low_rows(l.a2_erF, l.scale2, {act_RF}, Rows::at_experts);
+    run_("down", down, with(low2_Rr, l.b2_eDr), in(act_RF), out(y_RD));
+    return {at_tokens(y_RD), {given, gate_RF, up_RF, low13_Rr, low2_Rr}};
   }
 
-  /// gate_RF and up_RF become their gradients. The gradients of the weights get their memory when
-  /// they are made: those of w1 and w3 after the hidden state is gone.
-  ExpertsGradients backward(const at::Tensor& gate_RF, const at::Tensor& up_RF,
-                            const at::Tensor& dy, at::Tensor* hidden_RF) {
+  /// The saved gate_RF and up_RF become their gradients. The gradients of the weights get their
+  /// memory when they are made: those of w1 and w3 after the hidden state is gone. With LoRA only
+  /// its own are made.
+  ExpertsGradients backward(const ExpertsSaved& saved, const at::Tensor& given_dy,
+                            at::Tensor* hidden_RF) {
+    const at::Tensor dy = aligned(given_dy);
+    const at::Tensor &gate_RF = saved.gate_RF, &up_RF = saved.up_RF;
+    const ExpertsLora& l = weights_.lora;
     ExpertsGradients d;
-    d.weights.b1_eF = like(weights_.b1_eF), d.weights.b3_eF = like(weights_.b3_eF);
-    d.weights.b2_eD = like(weights_.b2_eD);
+    ExpertsLora& d_lora = d.weights.lora;
+    const bool frozen = experts_.frozen;
+    if (!frozen) {
+      d.weights.b1_eF = like(weights_.b1_eF), d.weights.b3_eF = like(weights_.b3_eF);
+      d.weights.b2_eD = like(weights_.b2_eD);
+    }
     {
+      const at::Tensor d_low2_Rr =
+          low_gradient(l.b2_eDr, saved.low2_Rr, l.scale2, {dy}, Rows::tokens, d_lora.b2_eDr);
       const at::Tensor act_RF = empty_hidden();
       at::Tensor dy_RD, terms;
       if (input_.scores_R.defined()) {
@@ -115,16 +131,20 @@ class ExpertsCall {
         dy_RD = float8_dh(dy, gate_RF, up_RF, act_RF, terms);
       } else {
         dy_RD = at_experts(dy);
-        run_("dh", dh, experts_, in(dy_RD), out(gate_RF), out(up_RF), out(act_RF), floats(terms));
+        run_("dh", dh, with(d_low2_Rr, l.a2_erF), in(dy_RD), out(gate_RF), out(up_RF), out(act_RF),
+             floats(terms));
       }
       if (terms.defined())
         run_("score_gradient", score_gradient, experts_, in(dy_RD),
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
-      if (hidden_RF)
+      if (frozen)
+        d_lora.a2_erF = gradient_of_a(l.a2_erF, d_low2_Rr, act_RF, Rows::at_experts);
+      else if (hidden_RF)
         *hidden_RF = act_RF;
       else
         d.weights.w2_eDF = gradient_of_w2(dy_RD, act_RF);
-      if (weights_.b1_eF.defined() || weights_.b3_eF.defined() || weights_.b2_eD.defined()) {
+      if (!frozen &&
+          (weights_.b1_eF.defined() || weights_.b3_eF.defined() || weights_.b2_eD.defined())) {
         const at::Tensor sums = at::empty({num_bias_terms(experts_.num_rows, experts_.num_experts),
                                            std::max(experts_.model, experts_.ffn)},
                                           dy.options().dtype(at::kFloat));
@@ -132,13 +152,18 @@ class ExpertsCall {
              floats(sums), out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
       }
     }
+    const at::Tensor d_low13_Rr = low_gradient(l.b13_e2Fr, saved.low13_Rr, l.scale13,
+                                               {gate_RF, up_RF}, Rows::at_experts, d_lora.b13_e2Fr);
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
     if (is_float8_)
       float8_dx(dx_RD);
     else
-      run_("dx", dx, experts_, in(gate_RF), in(up_RF), out(dx_RD));
+      run_("dx", dx, with(d_low13_Rr, l.a13_erD), in(gate_RF), in(up_RF), out(dx_RD));
     d.x = at_tokens(dx_RD);
-    if (!hidden_RF) gradients_of_w1_and_w3(gate_RF, up_RF, d.weights);
+    if (frozen)
+      d_lora.a13_erD = gradient_of_a(l.a13_erD, d_low13_Rr, input_.x, Rows::tokens);
+    else if (!hidden_RF)
+      gradients_of_w1_and_w3(gate_RF, up_RF, d.weights);
     return d;
   }
 
@@ -166,6 +191,62 @@ class ExpertsCall {
     d.w1_eFD = like(weights_.w1_eFD), d.w3_eFD = like(weights_.w3_eFD);
     run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(d_gate_RF), in(d_up_RF),
          out(d.w1_eFD), out(d.w3_eFD), out(for_chunks()));
+  }
+  /// The experts of a product to which LoRA adds low_Rr times `matrix`, if there is any.
+  GroupedExperts with(const at::Tensor& low_Rr, const at::Tensor& matrix) const {
+    GroupedExperts e = experts_;
+    if (low_Rr.defined()) e.added = {in(low_Rr), in(matrix), low_Rr.size(1)};
+    return e;
+  }
+  /// What rows are: those of tokens, which the experts' rows point to, or those of the experts.
+  enum class Rows { tokens, at_experts };
+  LowRank low_rank_of(std::int64_t rank, std::initializer_list<at::Tensor> tensors,
+                      Rows rows) const {
+    LowRank l{.num_rows = experts_.num_rows,
+              .num_experts = experts_.num_experts,
+              .ends_E = experts_.ends_E,
+              .rank = rank,
+              .width = tensors.begin()->size(1),
+              .num_parts = static_cast<std::int64_t>(tensors.size()),
+              .rows = {},
+              .token_R = rows == Rows::tokens ? indices(input_.token_R) : nullptr};
+    std::transform(tensors.begin(), tensors.end(), l.rows,
+                   [](const at::Tensor& t) { return in(t); });
+    return l;
+  }
+  at::Tensor empty_low(std::int64_t rank) const {
+    return at::empty({experts_.num_rows, rank}, input_.x.options());
+  }
+  at::Tensor low_rows(const at::Tensor& a_erX, double scale,
+                      std::initializer_list<at::Tensor> tensors, Rows rows) const {
+    if (!a_erX.defined()) return {};
+    const at::Tensor low_Rr = empty_low(a_erX.size(1));
+    run_("low_rank", low_rank, low_rank_of(a_erX.size(1), tensors, rows), in(a_erX),
+         static_cast<float>(scale), out(low_Rr));
+    return low_Rr;
+  }
+  /// From the gradient of a product to which LoRA adds b times low_Rr: that of b, and that of what
+  /// a gives, before the scale.
+  at::Tensor low_gradient(const at::Tensor& b, const at::Tensor& low_Rr, double scale,
+                          std::initializer_list<at::Tensor> tensors, Rows rows,
+                          at::Tensor& d_b) const {
+    if (!b.defined()) return {};
+    const LowRank l = low_rank_of(low_Rr.size(1), tensors, rows);
+    const at::Tensor d_low_Rr = empty_low(l.rank),
+                     sums = at::empty({low_rank_db_workspace(l)}, b.options().dtype(at::kFloat));
+    d_b = like(b);
+    run_("low_rank_db", low_rank_db, l, in(b), in(low_Rr), static_cast<float>(scale), floats(sums),
+         out(d_b), out(d_low_Rr));
+    return d_low_Rr;
+  }
+  at::Tensor gradient_of_a(const at::Tensor& a, const at::Tensor& d_low_Rr, const at::Tensor& x,
+                           Rows rows) const {
+    if (!a.defined()) return {};
+    const LowRank l = low_rank_of(a.size(1), {x}, rows);
+    const at::Tensor d = like(a),
+                     sums = at::empty({low_rank_da_workspace(l)}, a.options().dtype(at::kFloat));
+    run_("low_rank_da", low_rank_da, l, in(d_low_Rr), floats(sums), out(d));
+    return d;
   }
   at::Tensor for_chunks() const {
     return at::empty({chunk_workspace(experts_.num_rows, experts_.model, experts_.ffn)},
@@ -280,10 +361,13 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                   ExpertsSaved saved, const at::Tensor& dy) {
   at::Tensor hidden_RF;
-  ExpertsGradients d =
-      ExpertsCall(config, weights, saved.input, num_rows(saved.input))
-          .backward(saved.gate_RF, saved.up_RF, dy, config.weights_later ? &hidden_RF : nullptr);
+  ExpertsGradients d = ExpertsCall(config, weights, saved.input, num_rows(saved.input))
+                           .backward(saved, dy, config.weights_later ? &hidden_RF : nullptr);
   if (!config.weights_later) return d;
+  if (weights.lora.any()) {  // they are small, and made from what nothing else needs any more
+    d.weights_later = [w = std::exchange(d.weights, {})] { return w; };
+    return d;
+  }
   d.weights_later = [config, saved, dy, hidden_RF, biases = std::exchange(d.weights, {}),
                      shapes = shapes_of(weights)] {
     ExpertsWeights w = ExpertsCall(config, shapes, saved.input, num_rows(saved.input))
@@ -387,6 +471,12 @@ std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w
                           "], and own kernels take multiples of 8");
   if (w1.size(0) < 1 || w1.size(0) > 512)
     return detail::concat("there are ", w1.size(0), " experts, and own kernels take 1 to 512");
+  for (const at::Tensor& a : {w.lora.a13_erD, w.lora.a2_erF}) {
+    const std::int64_t rank = a.defined() ? a.size(1) : 8;
+    if (rank < 8 || rank % 8 != 0 || rank > cuda::kMaxRank)
+      return detail::concat("the rank of LoRA is ", rank, ", and own kernels take 8, 16 .. ",
+                            cuda::kMaxRank);
+  }
   return "";
 }
 
@@ -408,6 +498,7 @@ const KernelTable& hopper_kernels() {
     t.experts_backward = hopper::experts_backward;
     t.refuses_device = on_device::refusal<cuda::check_hopper>;
     t.refuses_experts = hopper::refuses_experts;
+    t.takes_lora = true;
     return t;
   }();
   return table;

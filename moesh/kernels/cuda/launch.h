@@ -9,6 +9,9 @@
 //   forward   gate_logits, top_k, sort, expand (x), up, down, combine (y)
 //   backward  expand (dy), dh, dw2, score_gradient, bias_gradients, dx, combine (dx), expand (x), dw13,
 //             gate_backward
+// With LoRA, whose weights are frozen:
+//   forward   low_rank (x), up, low_rank (act), down
+//   backward  low_rank_db (dy), dh, low_rank_da (act), low_rank_db (d_gate, d_up), dx, low_rank_da (x)
 // One buffer [R, D] is enough for all of x, y, dy and dx at their experts, in this order.
 
 #include <cstdint>
@@ -27,6 +30,15 @@ Error check_ampere(int device);
 
 // ---- experts ----
 
+/// What LoRA adds to a product: rows [R, rank] times a matrix of each expert, which is part of the
+/// same sum. up: b13 [E, 2, F, rank]; down: b2 [E, D, rank]; dh: a2 [E, rank, F]; dx: a13 [E, rank,
+/// D].
+struct LowRankTerm {
+  const void* rows_Rr = nullptr;
+  const void* matrix = nullptr;
+  std::int64_t rank = 0;  // a multiple of 8; 0: nothing
+};
+
 /// Arguments that all kernels of one set of experts take.
 struct GroupedExperts {
   std::int64_t num_rows;        // R: rows that the buffers hold; those in use end at ends_E[E - 1]
@@ -43,6 +55,8 @@ struct GroupedExperts {
   const void* b1_EF = nullptr;  // biases; null: none
   const void* b3_EF = nullptr;
   const void* b2_ED = nullptr;
+  bool frozen = false;  // nothing wants bias_gradients
+  LowRankTerm added = {};
 };
 
 /// gate = W1 x, up = W3 x, and the hidden state with its score.
@@ -54,7 +68,7 @@ Error down(const GroupedExperts&, const void* act_RF, void* y_RD, Stream);
 constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 256; }
 /// Reads gate and up, and writes d_gate and d_up over them. act as `up` made it is made again.
 /// d_score_terms [num_score_terms, R], or null. With b1 or b3 and a score before the expert, what
-/// is written lacks the score until bias_gradients, which comes next.
+/// is written lacks the score until bias_gradients, which comes next, unless they are frozen.
 Error dh(const GroupedExperts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
          float* d_score_terms, Stream);
 /// dx of each row; d_up null: only of W1.
@@ -86,6 +100,45 @@ constexpr std::int64_t num_bias_terms(std::int64_t num_rows, std::int64_t num_ex
 /// `terms` has room for num_bias_terms times the wider of D and F.
 Error bias_gradients(const GroupedExperts&, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
                      float* terms, void* db1_EF, void* db3_EF, void* db2_ED, Stream);
+
+// ---- LoRA ----
+
+/// The products of LoRA's matrices, which have a side of `rank`, with the rows of experts.
+struct LowRank {
+  std::int64_t num_rows, num_experts;
+  const std::int32_t* ends_E;
+  std::int64_t rank;       // a multiple of 8, at most kMaxRank
+  std::int64_t width;      // of the rows, a multiple of 8
+  std::int64_t num_parts;  // 1, or 2: the columns of a row go on in a second tensor
+  const void* rows[2];
+  const std::int32_t* token_R = nullptr;  // row i of the experts is row token_R[i]; null: row i
+};
+inline constexpr std::int64_t kMaxRank = 64;
+
+/// Rows of one expert whose sums are made at once; columns of a warp, and warps of a block.
+inline constexpr std::int64_t kLowRankRows = 512, kLowRankColumns = 64, kLowRankWarps = 8;
+/// Blocks for the columns of a row.
+constexpr std::int64_t low_rank_blocks(std::int64_t width, std::int64_t num_parts) {
+  const std::int64_t warps = num_parts * ((width + kLowRankColumns - 1) / kLowRankColumns);
+  return (warps + kLowRankWarps - 1) / kLowRankWarps;
+}
+/// The number of floats that low_rank_da needs besides its result, and low_rank_db, which needs
+/// more.
+constexpr std::int64_t low_rank_da_workspace(const LowRank& l) {
+  return (l.num_rows / kLowRankRows + l.num_experts) * l.num_parts * l.width * l.rank;
+}
+constexpr std::int64_t low_rank_db_workspace(const LowRank& l) {
+  return low_rank_da_workspace(l) + low_rank_blocks(l.width, l.num_parts) * l.num_rows * l.rank;
+}
+
+/// low [R, rank] = scale rows a', a [E, rank, W]. Of one tensor of rows.
+Error low_rank(const LowRank&, const void* a_ErW, float scale, void* low_Rr, Stream);
+/// da [E, rank, W] = d_low' rows; zeros for experts without rows. Of one tensor of rows.
+Error low_rank_da(const LowRank&, const void* d_low_Rr, float* workspace, void* da_ErW, Stream);
+/// The rows are a gradient, and are read once for both: db [E, W, rank] = rows' low, and d_low [R,
+/// rank] = scale rows b. W are the columns of all rows.
+Error low_rank_db(const LowRank&, const void* b_EWr, const void* low_Rr, float scale,
+                  float* workspace, void* db_EWr, void* d_low_Rr, Stream);
 
 // ---- rows ----
 

@@ -21,6 +21,8 @@ Error up(const GroupedExperts& e, const void* x_RD, void* gate_RF, void* up_RF, 
   p.elementwise.gate_RF = static_cast<bf16*>(gate_RF);
   p.elementwise.up_RF = static_cast<bf16*>(up_RF);
   p.elementwise.act_RF = static_cast<bf16*>(act_RF);
+  if (const LowRankTerm& t = e.added; t.rank > 0)
+    p.tail_b = l.map(t.matrix, t.rank, e.ffn, 2 * e.num_experts, kTileK, 128);
   const bool plain = !biased && !e.clamped && !(e.score_before && e.score_R);
   return plain ? l.launch<Gemm::up, true>(stream) : l.launch<Gemm::up, false>(stream);
 }

@@ -138,6 +138,9 @@ ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeig
   const ExpertsWork work = work_of_experts(out.saved.gate_RF.size(0), weights.w1_eFD);
   note_work(work.up), note_work(work.down);
   if (input.token_R.defined()) note_work(work.move), note_work(work.move);
+  // LoRA's products are passes over the rows; the hidden states are as wide as the gates.
+  if (weights.lora.a13_erD.defined()) note_pass({input.x, out.saved.low13_Rr});
+  if (weights.lora.a2_erF.defined()) note_pass({out.saved.gate_RF, out.saved.low2_Rr});
   return out;
 }
 ExpertsGradients accelerator_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
@@ -145,6 +148,7 @@ ExpertsGradients accelerator_backward(const ExpertsConfig& config, const Experts
   const KernelTable& table = of_accelerator_for(config, weights);
   const ExpertsWork work = work_of_experts(saved.gate_RF.size(0), weights.w1_eFD);
   const bool moves_rows = saved.input.token_R.defined();
+  const at::Tensor x = saved.input.x, gate_RF = saved.gate_RF;
   ExpertsGradients d = table.experts_backward(config, weights, std::move(saved), dy);
   if (!is_own(table)) return d;
   const auto note_weights = [work, moves_rows] {
@@ -153,6 +157,11 @@ ExpertsGradients accelerator_backward(const ExpertsConfig& config, const Experts
   };
   note_work(work.dh), note_work(work.dx);
   if (moves_rows) note_work(work.move), note_work(work.move);
+  if (weights.lora.any()) {  // the weights themselves are frozen
+    if (weights.lora.a13_erD.defined()) note_pass({gate_RF, gate_RF}), note_pass({x});
+    if (weights.lora.a2_erF.defined()) note_pass({dy}), note_pass({gate_RF});
+    return d;
+  }
   if (!d.weights_later) {
     note_weights();
     return d;
@@ -333,6 +342,7 @@ const KernelTable& meta_kernels() {
     t.takes_float8_product = meta::takes_float8_product;
     t.float8_product_with = meta::accelerator_float8_product_with;
     t.write_weight_codes = meta::write_weight_codes;
+    t.takes_lora = true;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;
     t.delta_rule_forward = meta::accelerator_rule_forward;

@@ -1,0 +1,122 @@
+// What a checkpoint remembers of its run, so that a run with other data or settings is noticed.
+
+#include "moesh/train/remembered.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <set>
+
+#include "moesh/config/merge.h"
+#include "moesh/formats/checksum.h"
+#include "tests/checkpoint/support.h"
+
+namespace moesh::train {
+namespace {
+
+void write(const std::filesystem::path& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+Config with_data(const std::string& path, const std::string& kind = "auto") {
+  Config config;
+  config.data.path = path, config.data.kind = kind;
+  return config;
+}
+
+TEST(Fingerprint, SeesTheSizeAndBothEndsOfAFile) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "a.txt";
+  const auto of = [&](const std::string& text) {
+    write(file, text);
+    return fingerprint_of_data(with_data(file));
+  };
+  std::string text(3 * formats::kBlockBytes, 'x');
+  const std::string right = of(text);
+  EXPECT_EQ(of(text), right);
+  std::set<std::string> all{right, of(text + 'x'), of(text.substr(1))};
+  for (const std::size_t at : {std::size_t{0}, text.size() - 1}) {
+    std::string other = text;
+    other[at] = 'y';
+    all.insert(of(other));
+  }
+  EXPECT_EQ(all.size(), 5u);
+  EXPECT_NE(of("a"), of("b"));
+  EXPECT_EQ(fingerprint_of_data(with_data(folder.path() / "none.txt")), "none");
+  EXPECT_EQ(fingerprint_of_data(with_data("")), "none");
+}
+
+TEST(Fingerprint, OfTokensIsThatOfAllTheirFiles) {
+  const TemporaryFolder folder;
+  const std::string prefix = folder.path() / "ids";
+  const auto write_all = [&](const std::string& bin, const std::string& idx) {
+    write(prefix + ".bin", bin), write(prefix + ".idx", idx);
+    return fingerprint_of_data(with_data(prefix + ".bin", "indexed"));
+  };
+  const std::string right = write_all("0123", "4567");
+  EXPECT_EQ(fingerprint_of_data(with_data(prefix + ".idx", "indexed")), right);
+  EXPECT_EQ(fingerprint_of_data(with_data(prefix, "indexed")), right);
+  EXPECT_EQ(fingerprint_of_data(with_data(prefix + ".idx")), right) << "by its name";
+  EXPECT_NE(fingerprint_of_data(with_data(prefix + ".bin", "uint16")), right) << "one file";
+  EXPECT_NE(write_all("0124", "4567"), right);
+  EXPECT_NE(write_all("0123", "4568"), right);
+  EXPECT_EQ(write_all("0123", "4567"), right);
+  write(prefix + ".mask", "a");
+  const std::string masked = fingerprint_of_data(with_data(prefix, "indexed"));
+  EXPECT_TRUE(masked.starts_with(right + "+")) << masked;
+  write(prefix + ".mask", "b");
+  EXPECT_NE(fingerprint_of_data(with_data(prefix, "indexed")), masked);
+}
+
+TEST(Fingerprint, OfSourcesIsThatOfEachInOrder) {
+  const TemporaryFolder folder;
+  const std::string a = folder.path() / "a.txt", b = folder.path() / "b.txt";
+  write(a, "one"), write(b, "two");
+  Config config;
+  config.data.source = {{.path = a}, {.path = b}};
+  EXPECT_EQ(fingerprint_of_data(config),
+            fingerprint_of_data(with_data(a)) + " " + fingerprint_of_data(with_data(b)));
+}
+
+std::string remembered_text(const std::vector<std::string>& args) {
+  std::string text;
+  for (const auto& s : remembered(config::load_config(args), "F"))
+    text += s.key + "=" + s.value + (s.gives_position_its_meaning ? "! " : " ");
+  return text;
+}
+
+TEST(Remembered, IsWhatChangesTheNumbersOfARun) {
+  const TemporaryFolder folder;
+  const std::string a = folder.path() / "a.txt", b = folder.path() / "b.jsonl";
+  write(a, "one"), write(b, "{\"text\": \"two\"}\n");
+  const std::string last =
+      "data.batch_size=5 training.seed=0 training.global_batch_size=0 "
+      "training.gradient_accumulation_steps=1 moe.balance_loss_weight=1e-4 "
+      "moe.balance_over=sequence moe.z_loss_weight=0.0 training.mtp_loss_weight=0.3 ";
+  EXPECT_EQ(remembered_text({"--data.seed=3", "--data.batch_size=5"}),
+            "data.fingerprint=F! data.kind=auto! data.sequence_length=64! data.seed=3! "
+            "data.shuffle=true! data.packing=cut! data.tokenizer=none! data.document_mask=false "
+            "data.synthetic_successors=4! data.path= " +
+                last);
+  const std::string of_file = remembered_text(
+      {"--data.path=" + b, "--data.batch_size=5", "--model.vocab_size=257", "--lora.rank=2"});
+  EXPECT_EQ(of_file,
+            "data.fingerprint=F! data.kind=auto! data.sequence_length=64! data.seed=0! "
+            "data.shuffle=true! data.packing=cut! data.tokenizer=none! data.document_mask=true "
+            "data.path=" +
+                b + " " + last +
+                "lora.alpha=8.0 lora.use_rslora=false lora.alpha_pattern= lora.dropout=0.0 "
+                "lora.base=compute ");
+  const std::string of_sources = remembered_text(
+      {"--data.source.0.path=" + a, "--data.source.1.path=" + b, "--data.source.1.weight=2.5",
+       "--data.batch_size=5", "--model.vocab_size=257"});
+  EXPECT_NE(of_sources.find("data.source.0.weight=1.0! data.source.0.kind=text! "
+                            "data.source.1.weight=2.5! data.source.1.kind=jsonl! data.path= "),
+            std::string::npos)
+      << of_sources;
+  EXPECT_EQ(of_sources.find("synthetic"), std::string::npos) << of_sources;
+}
+
+}  // namespace
+}  // namespace moesh::train
