@@ -6,10 +6,12 @@
 // activation, as GPT-OSS); collapsed: every token to the same K.
 //   burst   runs 3 to 8 after a rest, at the boost clock
 //   steady  the second half of a time without pause, at the power limit: training lives there
-// TFLOP/s of 18 R D F for the layer, whatever is executed. `floor` is the part of the steady time
-// that a kernel cannot go below: its operations at the speed of a dense product, or its fewest
-// bytes at 4.3 TB/s. Dense: 8192^3 through cuBLAS in the same run, where libcublas.so.13 can be
-// loaded. T tokens, D model, F ffn, E experts, K top-k, R rows at their experts
+// The same once more in float8 (names with an 8): `weights8` is what a step pays once for a layer,
+// layer8 + w pays it in every micro-batch. TFLOP/s of 18 R D F for the layer, whatever is executed.
+// `floor` is the part of the steady time that a kernel cannot go below: its operations at the speed
+// of a dense product, or its fewest bytes at 4.3 TB/s. Dense: 8192^3 through cuBLAS in the same
+// run, where libcublas.so.13 can be loaded. T tokens, D model, F ffn, E experts, K top-k, R rows at
+// their experts
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -20,6 +22,7 @@
 #include <sstream>
 #include <string>
 
+#include "moesh/kernels/cuda/float8.h"
 #include "tests/kernels/cuda/device_layer.h"
 
 namespace moesh::kernels::cuda {
@@ -139,6 +142,110 @@ double dense(double seconds) {
   return flops / t.steady * 1e-9;
 }
 
+/// What a layer in float8 has besides, and its kernels in order.
+class Float8Layer {
+ public:
+  explicit Float8Layer(DeviceLayer& layer) : l_(layer), c_(layer.config), e_(layer.experts()) {
+    for (Buffer<std::uint8_t>* b : {&w1_, &w3_, &w2_, &w1t_, &w3t_, &w2t_})
+      *b = Buffer<std::uint8_t>(l_.w1.size());
+    for (Buffer<float>* b : {&s1_, &s3_, &s2_})
+      *b = Buffer<float>(c_.experts * float8_tiles(c_.model) * float8_tiles(c_.ffn));
+    wide_ = Buffer<std::uint8_t>(l_.rows * c_.model);
+    wide_scales_ = Buffer<float>(scale_pitch(l_.rows) * float8_tiles(c_.model));
+    for (Buffer<std::uint8_t>* b : {&gate_, &up_}) *b = Buffer<std::uint8_t>(l_.rows * c_.ffn);
+    for (Buffer<float>* b : {&gate_scales_, &up_scales_})
+      *b = Buffer<float>(scale_pitch(l_.rows) * float8_tiles(c_.ffn));
+  }
+
+  void weights() {
+    MOESH_RUN(float8_weight(l_.w1.get(), false, w1_.get(), w1t_.get(), s1_.get(), c_.experts,
+                            c_.ffn, c_.model, nullptr));
+    MOESH_RUN(float8_weight(l_.w3.get(), false, w3_.get(), w3t_.get(), s3_.get(), c_.experts,
+                            c_.ffn, c_.model, nullptr));
+    MOESH_RUN(float8_weight(l_.w2.get(), false, w2_.get(), w2t_.get(), s2_.get(), c_.experts,
+                            c_.model, c_.ffn, nullptr));
+  }
+  void expand_x() { expand_rows(l_.x, false); }
+  void up() {
+    multiply({.width = c_.ffn,
+              .depth = c_.model,
+              .a = {wide()},
+              .b = {{w1_.get(), s1_.get(), false}, {w3_.get(), s3_.get(), false}},
+              .out = {l_.gate.get(), l_.up_.get()}});
+  }
+  void act() { MOESH_RUN(act8(e_, l_.gate.get(), l_.up_.get(), gate(), nullptr)); }
+  void down() {
+    multiply({.width = c_.model,
+              .depth = c_.ffn,
+              .a = {gate()},
+              .b = {{w2_.get(), s2_.get(), false}},
+              .out = {l_.y_R.get()},
+              .bias = e_.b2_ED,
+              .score = e_.score_R});
+  }
+  void expand_dy() { expand_rows(l_.dy, true); }
+  void dh() {
+    multiply({.width = c_.ffn,
+              .depth = c_.model,
+              .a = {wide()},
+              .b = {{w2t_.get(), s2_.get(), true}},
+              .out = {l_.act.get()}});
+  }
+  void dh_pass() {
+    MOESH_RUN(dh8(e_, l_.act.get(), l_.gate.get(), l_.up_.get(), gate(), up_rows(),
+                  l_.d_score_terms.get(), nullptr));
+  }
+  void dx() {
+    multiply({.width = c_.model,
+              .depth = c_.ffn,
+              .a = {gate(), up_rows()},
+              .b = {{w1t_.get(), s1_.get(), true}, {w3t_.get(), s3_.get(), true}},
+              .out = {l_.dx_R.get()}});
+  }
+
+  void forward() {
+    if (c_.gate) l_.of_router.forward(l_.x.get(), nullptr);
+    MOESH_RUN(sort(l_.sort_arguments(), nullptr));
+    expand_x(), up(), act(), down();
+    MOESH_RUN(combine(l_.y_R.get(), l_.inverse.get(), nullptr, l_.y.get(), c_.tokens, c_.top_k,
+                      c_.model, nullptr));
+  }
+  void backward() {
+    expand_dy(), dh(), dh_pass();
+    MOESH_RUN(
+        score_gradient(e_, l_.rows_.get(), l_.d_score_terms.get(), l_.d_score.get(), nullptr));
+    MOESH_RUN(dw2(e_, l_.rows_.get(), l_.act.get(), l_.dw2_.get(), l_.chunks.get(), nullptr));
+    if (c_.biases)
+      MOESH_RUN(bias_gradients(e_, l_.rows_.get(), l_.gate.get(), l_.up_.get(), l_.bias_terms.get(),
+                               l_.db1.get(), l_.db3.get(), l_.db2.get(), nullptr));
+    dx();
+    if (c_.gate) l_.of_router.backward(l_.x.get(), nullptr);
+    MOESH_RUN(combine(l_.dx_R.get(), l_.inverse.get(), c_.gate ? l_.of_router.dx.get() : nullptr,
+                      l_.dx_.get(), c_.tokens, c_.top_k, c_.model, nullptr));
+    MOESH_RUN(dw13(e_, l_.at_experts(l_.x, nullptr), l_.gate.get(), l_.up_.get(), l_.dw1.get(),
+                   l_.dw3.get(), l_.chunks.get(), nullptr));
+  }
+
+ private:
+  Float8Rows wide() { return {wide_.get(), wide_scales_.get()}; }
+  Float8Rows gate() { return {gate_.get(), gate_scales_.get()}; }
+  Float8Rows up_rows() { return {up_.get(), up_scales_.get()}; }
+  void expand_rows(const Buffer<bf16>& x, bool numbers) {
+    MOESH_RUN(expand8(x.get(), l_.inverse.get(), numbers ? l_.rows_.get() : nullptr, wide(),
+                      c_.tokens, c_.top_k, l_.rows, c_.model, nullptr));
+  }
+  void multiply(Float8Product p) {
+    p.num_rows = l_.rows, p.num_experts = c_.experts, p.ends_E = l_.ends.get();
+    MOESH_RUN(float8_product(p, nullptr));
+  }
+
+  DeviceLayer& l_;
+  LayerConfig c_;
+  GroupedExperts e_;
+  Buffer<std::uint8_t> w1_, w3_, w2_, w1t_, w3t_, w2t_, wide_, gate_, up_;
+  Buffer<float> s1_, s3_, s2_, wide_scales_, gate_scales_, up_scales_;
+};
+
 /// "1" to "4", or "T/D/F/E/K".
 LayerConfig shape_of(const std::string& text) {
   LayerConfig c{};
@@ -252,7 +359,7 @@ void run_shape(LayerConfig c, int routing, double seconds, double dense_speed,
   auto line = [&](const char* name, double flops, double bytes, const Times& t) {
     const double floor = std::max(flops / dense_speed * 1e-9, bytes / 4.3e9);
     std::printf(
-        "  %-9s burst %8.3f ms %5.0f TFLOP/s %5.2f TB/s   steady %8.3f ms %5.0f TFLOP/s %5.2f TB/s"
+        "  %-10s burst %8.3f ms %5.0f TFLOP/s %5.2f TB/s   steady %8.3f ms %5.0f TFLOP/s %5.2f TB/s"
         "   floor %.2f\n",
         name, t.burst, flops / t.burst * 1e-9, bytes / t.burst * 1e-9, t.steady,
         flops / t.steady * 1e-9, bytes / t.steady * 1e-9, floor / t.steady);
@@ -311,6 +418,31 @@ void run_shape(LayerConfig c, int routing, double seconds, double dense_speed,
   }
   line("forward", 3 * product, 0, measure(seconds, [&] { l.forward(nullptr); }));
   line("layer", 9 * product, 0, measure(seconds, [&] { l.forward(nullptr), l.backward(nullptr); }));
+  if (c.model % 16 != 0 || c.ffn % 16 != 0) return;
+  Float8Layer f(l);
+  const double rf = rows * static_cast<double>(c.ffn), rd = rows * static_cast<double>(c.model);
+  const double td = static_cast<double>(c.tokens * c.model),
+               w = static_cast<double>(c.experts * c.model * c.ffn);
+  auto line8 = [&](const char* name, double flops, double bytes, const std::function<void()>& run) {
+    line(name, flops, bytes, measure(seconds / 4, run));
+  };
+  line8("weights8", 0, 3 * 4 * w, [&] { f.weights(); });
+  f.forward();
+  if (kernels) {
+    line8("expand8 x", 0, 2 * td + rd, [&] { f.expand_x(); });
+    line8("up8", 2 * product, rd + 2 * w + 4 * rf, [&] { f.up(); });
+    line8("act8", 0, 5 * rf, [&] { f.act(); });
+    line8("down8", product, rf + w + 2 * rd, [&] { f.down(); });
+    line8("expand8dy", 0, 2 * td + 3 * rd, [&] { f.expand_dy(); });
+    line8("dh8", product, rd + w + 2 * rf, [&] { f.dh(); });
+    line("dh8 pass", 0, 14 * rf,
+         measure(seconds / 4, [&] { f.dh_pass(); }, [&] { f.expand_x(), f.up(), f.dh(); }));
+    line8("dx8", 2 * product, 2 * rf + 2 * w + 2 * rd, [&] { f.dx(); });
+  }
+  line("forward8", 3 * product, 0, measure(seconds, [&] { f.forward(); }));
+  line("layer8", 9 * product, 0, measure(seconds, [&] { f.forward(), f.backward(); }));
+  line("layer8 + w", 9 * product, 0,
+       measure(seconds, [&] { f.weights(), f.forward(), f.backward(); }));
 }
 
 }  // namespace

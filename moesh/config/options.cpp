@@ -275,9 +275,11 @@ std::vector<Option> make_options() {
                    "on: run a step as a CUDA graph, or fail with the reason; off: never; auto: "
                    "on one GPU, where a graph can be captured",
                    one_of({"auto", "off", "on"})),
-      MOESH_OPTION(speed, kernels, weight_copies,
-                   "keep a bfloat16 copy of the weights, written by AdamW: it takes 2 bytes a "
-                   "parameter and saves the casts in a step"),
+      MOESH_OPTION(
+          speed, kernels, weight_copies,
+          "keep a bfloat16 copy of the weights, written by AdamW (of those that own kernels "
+          "read in float8: their codes, made once a step): it takes 2 bytes a parameter and "
+          "saves the casts in a step"),
 
       // A run that goes on from a checkpoint computes what it would have computed without a stop.
       MOESH_OPTION(output, checkpoint, enable,

@@ -13,6 +13,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/fsdp/device_random.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/fsdp/reduce.h"
 #include "moesh/fsdp/reshard.h"
 #include "moesh/fsdp/step_state.h"
@@ -139,7 +140,7 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
 void freeze(Stored& w) {
   w.spec.trained = false;
   w.value = w.value.detach().to(w.spec.at_rest());
-  w.copy = nullptr;
+  w.copy = nullptr, w.float8 = nullptr;
 }
 
 void quantize(Stored& w, const kernels::Quantization& how, double deviation) {
@@ -147,7 +148,7 @@ void quantize(Stored& w, const kernels::Quantization& how, double deviation) {
       kernels::quantize(how, w.value.detach(), w.shard.start, w.spec.shape, deviation));
   w.spec.trained = false;
   w.value = at::empty({0}, w.value.options().dtype(w.spec.at_rest()));
-  w.copy = nullptr;
+  w.copy = nullptr, w.float8 = nullptr;
 }
 
 at::Tensor numbers(const Stored& w) {
@@ -165,6 +166,11 @@ std::int64_t num_bytes_at_rest(const Stored& w) {
 
 void keep_copy(Stored& w) {
   if (w.spec.of_work() == w.spec.at_rest()) return;
+  if (w.spec.float8_tile > 0 && current_mesh().group(w.storage)->size() == 1 &&
+      kernels::takes_float8_weight(w.value.detach(), w.spec.of_work(), w.spec.float8_tile)) {
+    w.float8 = std::make_shared<Float8Copy>(kernels::empty_weight_codes(w.value.detach()), -1);
+    return;
+  }
   w.copy = std::make_shared<ComputeCopy>();
   w.copy->value = at::empty(w.shard.length, w.value.detach().options().dtype(w.spec.of_work()));
   w.copy->version = -1;
@@ -182,6 +188,18 @@ at::Tensor current_copy(const Stored& w) {
   return w.copy->value;
 }
 
+void forget_codes(const Stored& w) {
+  if (w.float8) w.float8->version = -1;
+}
+
+// What `use` gives of a weight whose codes are all that is read.
+at::Tensor renew_codes(const Stored& w) {
+  const auto version = static_cast<std::int64_t>(w.value._version());
+  if (w.float8->version != version) kernels::write_weight_codes(w.float8->codes, w.value.detach());
+  w.float8->version = version;
+  return not_computed(w.compute.length, w.value.options().dtype(w.spec.of_work()));
+}
+
 void note_copy_written(const Stored& w) {
   if (w.copy) w.copy->version = static_cast<std::int64_t>(w.value._version());
 }
@@ -194,8 +212,9 @@ at::Tensor use(const Stored& w, Axes replicas, LateGradient late) {
   mesh.group(w.replicas)
       ->expect_same(w.quantized ? w.quantized->codes : w.value.detach(), w.spec.name);
   const auto same_work = mesh.group(without(w.replicas, replicas));
-  const at::Tensor out =
-      storage_group->size() > 1 ? gather_shards(w, storage_group) : cast_value(w);
+  const at::Tensor out = storage_group->size() > 1 ? gather_shards(w, storage_group)
+                         : w.float8                ? renew_codes(w)
+                                                   : cast_value(w);
   const StepState* step = StepState::current();
   const auto later = step && late == LateGradient::may_be ? step->weights_later : nullptr;
   return attach(

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moesh/comm/mesh.h"
+#include "moesh/kernels/float8.h"
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
 
@@ -69,6 +70,12 @@ struct ComputeCopy {
   std::int64_t version;
 };
 
+/// The same in float8, of a weight whose products own kernels compute: `use` does not cast then.
+struct Float8Copy {
+  kernels::WeightCodes codes;
+  std::int64_t version;
+};
+
 /// The part of a parameter that this rank stores.
 struct Stored {
   ParamSpec spec;
@@ -80,7 +87,8 @@ struct Stored {
   at::Tensor value;                         // [shard.length]; a leaf with a gradient, if trained
   /// A frozen parameter may stay quantized: then `value` is empty. Null: it is not quantized.
   std::shared_ptr<kernels::QuantizedBox> quantized = {};
-  std::shared_ptr<ComputeCopy> copy = {};  // null: `use` casts every time
+  std::shared_ptr<ComputeCopy> copy = {};   // null: `use` casts every time
+  std::shared_ptr<Float8Copy> float8 = {};  // null: they round every time
   /// The head of a model whose embedding is on another stage: that stage counts and saves it.
   bool is_of_other_stage = false;
 };
@@ -108,8 +116,11 @@ at::Tensor numbers(const Stored& w);
 at::Tensor gradient(const Stored& w);
 /// Memory of the stored value.
 std::int64_t num_bytes_at_rest(const Stored& w);
-/// From now on the value is kept in the type of the work as well, if that is another one.
+/// From now on the value is kept in the type of the work as well, if that is another one; or its
+/// codes in float8, if these are all that is read of it.
 void keep_copy(Stored& w);
+/// Codes are to be made again before they are used.
+void forget_codes(const Stored& w);
 /// That copy, cast anew if the value was written since; undefined without one.
 at::Tensor current_copy(const Stored& w);
 /// The value has just been written, and the copy with it.

@@ -41,14 +41,16 @@ ExpertsWeights checked(const ExpertsWeights& w, const at::Tensor& x) {
     check_weight("b2_eDr", l.b2_eDr, x, {e, D, r});
   }
   const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
+  const auto weight = [&](const at::Tensor& t) { return w.codes.defined() ? t : plain(t); };
   return {
-      plain(w.w1_eFD),
-      plain(w.w3_eFD),
-      plain(w.w2_eDF),
+      weight(w.w1_eFD),
+      weight(w.w3_eFD),
+      weight(w.w2_eDF),
       plain(w.b1_eF),
       plain(w.b3_eF),
       plain(w.b2_eD),
-      {plain(l.a13_erD), plain(l.b13_e2Fr), plain(l.a2_erF), plain(l.b2_eDr), l.scale13, l.scale2}};
+      {plain(l.a13_erD), plain(l.b13_e2Fr), plain(l.a2_erF), plain(l.b2_eDr), l.scale13, l.scale2},
+      w.codes};
 }
 
 ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {

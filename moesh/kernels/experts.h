@@ -14,6 +14,8 @@
 
 #include <functional>
 
+#include "moesh/kernels/float8.h"
+
 namespace moesh::kernels {
 
 enum class ScoreSide { none, before, after };
@@ -39,6 +41,12 @@ struct ExpertsLora {
   bool any() const { return a13_erD.defined() || a2_erF.defined(); }
 };
 
+/// w1, w3 and w2 in float8.
+struct ExpertsCodes {
+  WeightCodes w1, w3, w2;
+  bool defined() const { return w1.defined(); }
+};
+
 /// float64, float32 or bfloat16, all of one dtype. Gate and up are two tensors also where a
 /// checkpoint interleaves them (GPT-OSS: gate = gate_up[:, 0::2], up = gate_up[:, 1::2]): both
 /// halves are then plain contiguous GEMM operands, and ranks can split F. Biases are optional: an
@@ -52,6 +60,8 @@ struct ExpertsWeights {
   at::Tensor b3_eF;
   at::Tensor b2_eD;
   ExpertsLora lora = {};
+  /// Own kernels read these where they are defined, not the numbers of the weights.
+  ExpertsCodes codes = {};
 };
 
 /// Sizes and dtypes of weights without their memory: one number stands for all of each.

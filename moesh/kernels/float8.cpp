@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
@@ -14,8 +15,9 @@
 namespace moesh::kernels {
 namespace {
 
-constexpr double kLeast = 1e-27;  // of a largest magnitude: zeros have a scale, too
-constexpr double kMost = 448;     // the largest code
+constexpr std::int64_t kFloat8Tile = 128;  // of own kernels
+constexpr double kLeast = 1e-27;           // of a largest magnitude: zeros have a scale, too
+constexpr double kMost = 448;              // the largest code
 
 // The least power of two that is not less than x >= kLeast; NaN where x is not finite.
 at::Tensor next_power_of_two(const at::Tensor& x) {
@@ -120,7 +122,53 @@ at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std
               ErrorKind::data, "rows_MK is ", describe(rows_MK), " and w_KN ", describe(w_KN),
               "; the product takes [M, K] and [K, N] of one type on one device");
   const at::NoGradGuard no_grad;
-  return kernels_for(rows_MK.device()).float8_product(rows_MK.contiguous(), w_KN, tile);
+  const KernelTable& own = kernels_for(rows_MK.device());
+  const at::Tensor rows = rows_MK.contiguous();
+  const bool is_own = own.takes_float8_product && own.takes_float8_product(rows, w_KN, tile);
+  return (is_own ? own : aten_kernels()).float8_product(rows, w_KN, tile);
+}
+
+WeightCodes empty_weight_codes(const at::Tensor& w, bool has_codes, bool has_transposed) {
+  check_tile("w", w, kFloat8Tile);
+  auto turned = w.sizes().vec(), blocks = turned;
+  std::swap(turned.back(), turned[turned.size() - 2]);
+  for (const auto d : {blocks.size() - 1, blocks.size() - 2})
+    blocks[d] = (blocks[d] + kFloat8Tile - 1) / kFloat8Tile;
+  const auto bytes = w.options().dtype(at::kByte);
+  return {has_codes ? at::empty(w.sizes(), bytes) : at::Tensor(),
+          has_transposed ? at::empty(turned, bytes) : at::Tensor(),
+          at::empty(blocks, w.options().dtype(at::kFloat))};
+}
+
+void write_weight_codes(const WeightCodes& to, const at::Tensor& w) {
+  const at::NoGradGuard no_grad;
+  kernels_for(w.device()).write_weight_codes(to, w.contiguous());
+}
+
+at::Tensor float8_product_with(const at::Tensor& rows, const WeightCodes& w, bool transposed) {
+  const at::NoGradGuard no_grad;
+  return kernels_for(rows.device()).float8_product_with(rows.contiguous(), w, transposed);
+}
+
+namespace {
+
+bool takes(at::Device device, at::ScalarType dtype, std::int64_t tile, std::int64_t N,
+           std::int64_t K) {
+  const KernelTable& table = kernels_for(device);
+  const auto like = at::TensorOptions(at::kMeta).dtype(dtype);
+  return table.takes_float8_product &&
+         table.takes_float8_product(at::empty({tile, K}, like), at::empty({K, N}, like), tile) &&
+         table.takes_float8_product(at::empty({tile, N}, like), at::empty({N, K}, like), tile);
+}
+
+}  // namespace
+
+bool takes_float8_weight(const at::Tensor& w, at::ScalarType dtype, std::int64_t tile) {
+  return takes(w.device(), dtype, tile, w.size(-2), w.size(-1));
+}
+
+bool has_float8_kernels(at::Device device, at::ScalarType dtype, std::int64_t tile) {
+  return takes(device, dtype, tile, tile, tile);
 }
 
 }  // namespace moesh::kernels

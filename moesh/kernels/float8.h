@@ -7,7 +7,8 @@
 //   Y[m, n] = sum over kb of sA[m, kb] sB[n / T, kb] (sum over k in kb of qA[m, k] qB[n, k])
 // A block of a weight has the same scale both ways, so the transposed weight has the same codes.
 // Scales are powers of two, so s q is a number of bfloat16, and a plain product of these numbers is
-// Y, up to the order of its sums. That is how LibTorch's ops compute it here, on every device.
+// Y, up to the order of its sums. That is how LibTorch's ops compute it, on every device; GPUs of
+// compute capability 9.0 have kernels of their own (cuda/float8.h).
 
 #include <ATen/core/Tensor.h>
 
@@ -32,5 +33,23 @@ at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile);
 
 /// Y = rows w, of [M, K] and [K, N], in the type of the rows; w may be a transposed view.
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile);
+
+/// A weight [.., N, K] as own kernels read it, kept from one product to the next: its codes, those
+/// of its transposed, and the scales of its blocks.
+struct WeightCodes {
+  at::Tensor codes, transposed, scales;
+  bool defined() const { return codes.defined(); }
+};
+/// Their memory, for tiles of 128, and the codes of w in bfloat16.
+WeightCodes empty_weight_codes(const at::Tensor& w, bool has_codes = true,
+                               bool has_transposed = true);
+void write_weight_codes(const WeightCodes& to, const at::Tensor& w);
+/// Y = rows w', or rows w, of rows [M, K] or [M, N].
+at::Tensor float8_product_with(const at::Tensor& rows, const WeightCodes& w, bool transposed);
+
+/// Whether own kernels multiply with a weight like w [.., N, K], in this type, both ways.
+bool takes_float8_weight(const at::Tensor& w, at::ScalarType dtype, std::int64_t tile);
+/// The same of weights of whole tiles; else LibTorch's ops do, which is slower than no float8.
+bool has_float8_kernels(at::Device device, at::ScalarType dtype, std::int64_t tile);
 
 }  // namespace moesh::kernels

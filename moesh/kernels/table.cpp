@@ -66,6 +66,9 @@ const KernelTable& for_experts(const KernelTable& table, const ExpertsConfig& co
   const std::string reason = table.refuses_experts ? table.refuses_experts(config, weights) : "";
   if (reason.empty()) return table;
   if (chosen == GpuKernels::own) refuse(reason);
+  MOESH_CHECK(!weights.codes.defined(), ErrorKind::config,
+              "the weights are kept as codes of float8 (kernels.weight_copies), but ", reason,
+              "; set kernels.weight_copies to false");
   return aten_kernels();
 }
 
@@ -85,9 +88,9 @@ const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights
       refuse("moesh's own experts take LoRA on Hopper only");
     return aten_kernels();
   }
-  if (config.float8_tile > 0) {  // by its definition, on every device
+  if (config.float8_tile > 0 && (weights.lora.any() || !table.experts_take_float8)) {
     if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
-      refuse("moesh's own experts do not take float8 yet");
+      refuse("moesh's own experts take LoRA only without float8");
     return aten_kernels();
   }
   return for_experts(table, config, weights);

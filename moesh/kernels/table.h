@@ -34,7 +34,13 @@ struct KernelTable {
   decltype(kernels::combine_rows)* combine_rows = nullptr;
   decltype(kernels::experts_forward)* experts_forward = nullptr;
   decltype(kernels::experts_backward)* experts_backward = nullptr;
+  bool experts_take_float8 = true;  // else those of LibTorch's operations do
   decltype(kernels::float8_product)* float8_product = nullptr;  // w_KN may be a transposed view
+  /// Null: none; LibTorch's operations compute what own kernels do not take.
+  bool (*takes_float8_product)(const at::Tensor& rows_MK, const at::Tensor& w_KN,
+                               std::int64_t tile) = nullptr;
+  decltype(kernels::write_weight_codes)* write_weight_codes = nullptr;  // null: likewise
+  decltype(kernels::float8_product_with)* float8_product_with = nullptr;
   decltype(kernels::norm_forward)* norm_forward = nullptr;
   decltype(kernels::norm_backward)* norm_backward = nullptr;
   decltype(kernels::rotate_forward)* rotate_forward = nullptr;

@@ -33,6 +33,7 @@ class Decoder final : public Model {
     });
     for (std::int64_t i = 0; i < num_layers + plan.num_mtp_layers; ++i)
       num_moe_layers_ += plan.is_moe(i);
+    const kernels::UseGpuKernels chosen(options.gpu_kernels);
     if (options.weight_copies) each_param([](Stored& w, bool) { raw::keep_copy(w); });
   }
 

@@ -27,7 +27,8 @@ struct ExpertsContext : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
   at::Tensor ends_e;
   std::uint32_t saved_version = 0;
-  double scale13 = 1, scale2 = 1;            // of LoRA
+  double scale13 = 1, scale2 = 1;  // of LoRA
+  kernels::ExpertsCodes codes;
   c10::intrusive_ptr<raw::GradientSum> sum;  // of x; null: autograd adds
   c10::intrusive_ptr<raw::WeightSink> sink;
 };
@@ -56,7 +57,8 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
         value(b1),
         value(b3),
         value(b2),
-        {value(a13), value(b13), value(a2_lora), value(b2_lora), call->scale13, call->scale2}};
+        {value(a13), value(b13), value(a2_lora), value(b2_lora), call->scale13, call->scale2},
+        call->codes};
     const auto out = run(*call, weights, {x, call->ends_e, scores_R, token_R, inverse});
     call->saved_version = out.saved.version;
     context->saved_data["call"] = c10::IValue::make_capsule(call);
@@ -77,14 +79,14 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
     const auto call =
         c10::static_intrusive_pointer_cast<ExpertsContext>(context->saved_data["call"].toCapsule());
     const auto s = context->get_saved_variables();
-    const kernels::ExpertsWeights weights{
-        s[8],
-        s[9],
-        s[10],
-        s[11],
-        s[12],
-        s[13],
-        {s[14], s[15], s[16], s[17], call->scale13, call->scale2}};
+    const kernels::ExpertsWeights weights{s[8],
+                                          s[9],
+                                          s[10],
+                                          s[11],
+                                          s[12],
+                                          s[13],
+                                          {s[14], s[15], s[16], s[17], call->scale13, call->scale2},
+                                          call->codes};
     auto g = kernels::experts_backward(
         call->config, weights,
         {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], s[6], s[7], call->saved_version},
@@ -193,6 +195,9 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
                   .float8_tile = config_.float8_tile};
   call->ends_e = ends_e;
   const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
+  if (w1_.stored().float8)
+    call->codes = {w1_.stored().float8->codes, w3_.stored().float8->codes,
+                   w2_.stored().float8->codes};
   MaybeTensor b1, b3, b2;
   if (b1_) {
     b1 = local(use(*b1_)), b3 = local(use(*b3_));

@@ -53,7 +53,8 @@ struct ModuleOptions {
 using Cuts = std::vector<std::pair<Axes, std::int64_t>>;
 
 /// Products in float8 in tiles of this width; 0: null, they are LibTorch's.
-OwnProducts float8_products(std::int64_t tile);
+/// `codes` of the weight: null: made anew in each.
+OwnProducts float8_products(std::int64_t tile, const std::shared_ptr<Float8Copy>& codes);
 
 /// scale B (A x), from the layouts of A and B.
 template <auto A, auto B>
@@ -112,8 +113,7 @@ class Weight {
   Weight() = default;
   Weight(const std::string& name, std::int64_t out, std::int64_t in, const Cuts& cuts,
          const Cuts& cuts_of_a, const Cuts& cuts_of_b, const ModuleOptions& o)
-      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init),
-        products_(float8_products(o.float8.dense)) {
+      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init), float8_tile_(o.float8.dense) {
     weight_.stored().spec.float8_tile = o.float8.dense;
     if (const auto lora = o.lora(name))
       lora_.emplace(name, out, in, cuts_of_a, cuts_of_b, *lora, o);
@@ -122,18 +122,18 @@ class Weight {
   template <auto X>
   auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
     const auto both = for_both(x);
-    return plus_lora(linear(both, use(weight_), products_), both, numbers);
+    return plus_lora(linear(both, use(weight_), products()), both, numbers);
   }
   /// The same; a recompute that keeps values keeps the product with the weight.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
     const auto both = for_both(x);
-    return plus_lora(kept_linear(both, use(weight_), products_), both, numbers);
+    return plus_lora(kept_linear(both, use(weight_), products()), both, numbers);
   }
   template <auto X, auto C>
   auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
     const auto both = for_both(x);
-    return plus_lora(linear(both, use(weight_), bias, products_), both, numbers);
+    return plus_lora(linear(both, use(weight_), bias, products()), both, numbers);
   }
   /// y = w x, plus the LoRA term.
   template <auto Y, auto X>
@@ -147,7 +147,7 @@ class Weight {
   }
   const Param<W>& weight() const { return weight_; }
   /// The products of the weight, not of what LoRA adds.
-  const OwnProducts& products() const { return products_; }
+  OwnProducts products() const { return float8_products(float8_tile_, weight_.stored().float8); }
   Stored& stored() { return weight_.stored(); }
   bool has_lora() const { return lora_.has_value(); }
   template <class Fn>
@@ -164,7 +164,7 @@ class Weight {
   }
 
   Param<W> weight_;
-  OwnProducts products_;
+  std::int64_t float8_tile_ = 0;
   std::optional<LowRank<A, B>> lora_;
 };
 

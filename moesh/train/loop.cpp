@@ -19,6 +19,8 @@
 #include "moesh/comm/launch.h"
 #include "moesh/comm/observers.h"
 #include "moesh/fsdp/fsdp.h"
+#include "moesh/kernels/float8.h"
+#include "moesh/kernels/gpu_kernels.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
@@ -98,11 +100,15 @@ void warn_of_no_overlap(const Config& config) {
 }
 
 void warn_of_slow_float8(const Config& config) {
-  if (!float8(config).any()) return;
+  const kernels::UseGpuKernels chosen(gpu_kernels(config));
+  if (!float8(config).any() ||
+      kernels::has_float8_kernels(device(config), scalar_type(config), config.training.float8_tile))
+    return;
   log_warn(describe_option(config, "training.float8"), ", ",
            describe_option(config, "training.float8_dense"),
            ": products in float8 are computed by LibTorch's operations, by rounding what is "
-           "multiplied, and take longer than without; moesh has no kernels for them yet");
+           "multiplied, and take longer than without; moesh has kernels for bfloat16 and tiles of "
+           "128 on GPUs of compute capability 9.0");
 }
 
 // The time that Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave

@@ -57,6 +57,8 @@ void Stepper::record(Recorded& r, const Batches& batches) {
   r.inputs = batches;
   for (auto& b : r.inputs)
     for (at::Tensor* t : b.from_data()) *t = t->clone();
+  // The graph makes codes itself: its update does not.
+  model_.each_param([](Stored& w, bool) { raw::forget_codes(w); });
   const kernels::Graph* beside = nullptr;
   for (const auto& [shape, other] : recorded_)
     if (other.graph) beside = other.graph.get();
@@ -101,6 +103,7 @@ Stepper::Recorded* Stepper::recorded(const Batches& batches) {
   // The recorded work has not run: a copy that it would have written is still the old one.
   model_.each_param([](Stored& w, bool) {
     if (w.copy) w.copy->version = -1;
+    raw::forget_codes(w);
   });
   if (reason.empty())
     release();

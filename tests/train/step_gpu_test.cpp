@@ -19,12 +19,20 @@ namespace {
 
 using Args = std::vector<std::string>;
 
+Args with(Args args, const Args& more) {
+  args.insert(args.end(), more.begin(), more.end());
+  return args;
+}
+
 Config config_of(const std::string& model, const Args& more = {}) {
   Args args{"--model=" + model + ":tiny", "--dtype=bfloat16",    "--device=cuda",
             "--data.sequence_length=32",  "--data.batch_size=2", "--training.steps=200"};
   args.insert(args.end(), more.begin(), more.end());
   return config::load_config(args);
 }
+
+const Args kFloat8{"--training.float8=blockwise", "--training.float8_dense=blockwise",
+                   "--model.dim=128", "--model.moe_ffn=128"};
 
 // A run on one rank, step by step.
 struct Trainer {
@@ -106,6 +114,9 @@ TEST(StepOnGpu, AGraphGivesTheSameBitsAsNone) {
       {"deepseek_v3", 20, {"--activation_checkpoint.mode=selective"}},
       {"qwen3_moe", 20, {"--activation_checkpoint.mode=selective"}},
       {"mixtral", 20, {"--optimizer.name=sgd"}},
+      {"qwen3_moe", 20, kFloat8},
+      {"deepseek_v3", 20,
+       with(kFloat8, {"--kernels.weight_copies=true", "--training.gradient_accumulation_steps=2"})},
       {"llama4", 20, {}},
       {"gpt_oss", 20, {"--activation_checkpoint.mode=selective"}}};
   for (const Case& c : cases) {
@@ -155,19 +166,44 @@ TEST(StepOnGpu, RaisesTheVersionsOfWhatItMoves) {
 // A graph reads the copies of weights: those of what somebody has written in place meanwhile.
 TEST(StepOnGpu, AGraphSeesWhatIsWrittenBetweenSteps) {
   const Args copies{"--kernels.weight_copies=true"};
-  Args on = copies, off = copies;
-  on.emplace_back("--kernels.graph=on"), off.emplace_back("--kernels.graph=off");
-  const Config with = config_of("qwen3_moe", on), without = config_of("qwen3_moe", off);
-  alone(with, [&](const Mesh& mesh) {
-    Trainer graph{with, mesh}, eager{without, mesh};
-    for (int i = 0; i < Stepper::kEagerSteps + 4; ++i) {
-      ASSERT_EQ(graph.take_step().gradients.loss, eager.take_step().gradients.loss) << i;
-      const at::NoGradGuard no_grad;
-      for (Trainer* t : {&graph, &eager})
-        t->model->each_param([](Stored& w, bool) { w.value.mul_(0.5); });
-    }
-    EXPECT_EQ(graph.stepper.num_replayed(), 4);
-  });
+  for (const Args& more : {copies, with(kFloat8, copies)}) {
+    const Config on = config_of("qwen3_moe", with(more, {"--kernels.graph=on"})),
+                 off = config_of("qwen3_moe", with(more, {"--kernels.graph=off"}));
+    alone(on, [&](const Mesh& mesh) {
+      Trainer graph{on, mesh}, eager{off, mesh};
+      for (int i = 0; i < Stepper::kEagerSteps + 4; ++i) {
+        ASSERT_EQ(graph.take_step().gradients.loss, eager.take_step().gradients.loss) << i;
+        const at::NoGradGuard no_grad;
+        for (Trainer* t : {&graph, &eager})
+          t->model->each_param([](Stored& w, bool) { w.value.mul_(0.5); });
+      }
+      EXPECT_EQ(graph.stepper.num_replayed(), 4);
+    });
+  }
+}
+
+// Codes that are kept are those that each product makes, also of what was written in place.
+TEST(StepOnGpu, CodesOfFloat8AreNeverOld) {
+  for (const char* model : {"qwen3_moe", "deepseek_v3", "gpt_oss"}) {
+    const Config kept = config_of(model, with(kFloat8, {"--kernels.weight_copies=true"})),
+                 anew = config_of(model, kFloat8);
+    alone(kept, [&](const Mesh& mesh) {
+      Trainer one{kept, mesh}, other{anew, mesh};
+      int num_kept = 0;
+      one.model->each_param([&](Stored& w, bool) { num_kept += w.float8 != nullptr; });
+      EXPECT_GT(num_kept, 6) << model;
+      for (int i = 0; i < Stepper::kEagerSteps + 4; ++i) {
+        ASSERT_EQ(one.take_step().gradients.loss, other.take_step().gradients.loss)
+            << model << ", step " << i;
+        const at::NoGradGuard no_grad;
+        if (i % 2 == 0)
+          for (Trainer* t : {&one, &other})
+            t->model->each_param([](Stored& w, bool) { w.value.mul_(1.25); });
+      }
+      const auto a = one.state(), b = other.state();
+      for (size_t i = 0; i < a.size(); ++i) ASSERT_TRUE(a[i].equal(b[i])) << model << ", " << i;
+    });
+  }
 }
 
 // The graph reads tables which the model gives up when it has seen many lengths, and its memory is

@@ -300,7 +300,9 @@ class FinishDh {
   ColumnBiases<kPlain> biases_[4];
 };
 
-/// down and dx: rows of a slab that is not whole, or to which a bias is to be added.
+/// down and dx: rows of a slab that is not whole, or to which a bias is to be added. Twins: gate in
+/// the first two blocks, up in the others.
+template <bool kTwins>
 __device__ __forceinline__ void finish_rows(const Elementwise& e, const Slab& s, uint32_t results,
                                             int lane, int first_row) {
   const Scores scores(e.before ? nullptr : e.score_R, s, lane);
@@ -310,7 +312,7 @@ __device__ __forceinline__ void finish_rows(const Elementwise& e, const Slab& s,
     const float score = scores.of(row);
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      const int column = s.first_column + block * 64 + chunk * 8;
+      const int column = s.first_column + (kTwins ? block % 2 : block) * 64 + chunk * 8;
       if (row >= s.num_rows || column >= s.width) continue;
       uint4 value = ptx::load_shared16(results + block * kResultBlock + swizzled(row, chunk));
       if (e.bias[0]) {
@@ -321,7 +323,8 @@ __device__ __forceinline__ void finish_rows(const Elementwise& e, const Slab& s,
         for (int i = 0; i < 8; ++i) y[i] += score * bias[i];
         value = packed(y);
       }
-      store16(e.rows_RD + static_cast<int64_t>(s.first_row + row) * s.width + column, value);
+      bf16* to = !kTwins ? e.rows_RD : block < 2 ? e.gate_RF : e.up_RF;
+      store16(to + static_cast<int64_t>(s.first_row + row) * s.width + column, value);
     }
   }
 }

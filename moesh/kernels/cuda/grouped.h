@@ -22,6 +22,12 @@
 // A stage is 128 x 64 of A and 256 x 64 of B. `full` counts its arrivals, `empty` its readers in
 // both blocks; `done` and `taken` do the same for the two slabs of results.
 //
+// up8, down8 and dx8 are the same in float8 (float8.h), of which a stage is 128 deep. To wgmma both
+// operands must be K-major, so what was mn-major comes as a transposed copy, and dh is a down8:
+// what follows it is a pass of its own. TMA sees two codes as one bf16. Tensor cores sum 128 of
+// depth, 64 x 128 of the slab at a time; times the scales of the row and of the block of B these
+// are added up in registers, while the other warp group multiplies.
+//
 // What LoRA adds is a tail of the contraction, its rank deep: A from its rows, B from its matrix.
 //
 // Rows are gathered by a kernel of their own (rows.cu). Gathering in here by cp.async costs no
@@ -35,17 +41,26 @@
 
 namespace moesh::kernels::cuda {
 
-enum class Gemm { up, down, dh, dx, dw13, dw2 };
+enum class Gemm { up, down, dh, dx, dw13, dw2, up8, down8, dx8 };
 
 template <Gemm kGemm>
 struct Flow {
   static constexpr bool kOverRows = kGemm == Gemm::dw13 || kGemm == Gemm::dw2;  // the contraction
+  static constexpr bool kFloat8 = kGemm == Gemm::up8 || kGemm == Gemm::down8 || kGemm == Gemm::dx8;
   static constexpr bool kMnA = kOverRows;
-  static constexpr bool kMnB = kGemm != Gemm::up && kGemm != Gemm::down;
+  static constexpr bool kMnB = kGemm != Gemm::up && kGemm != Gemm::down && !kFloat8;
   /// B is 128 columns of one tensor and the same 128 of another: gate and up of a column meet.
-  static constexpr bool kTwins = kGemm == Gemm::up || kGemm == Gemm::dw13;
+  static constexpr bool kTwins = kGemm == Gemm::up || kGemm == Gemm::up8 || kGemm == Gemm::dw13;
   static constexpr bool kTransposed = kGemm == Gemm::dw13;
   static constexpr int kColumns = kTwins ? kTileN / 2 : kTileN;  // of the output, per tile
+};
+
+/// The scales of a weight's blocks, of which each is 128 x 128: [E, columns / 128, depth / 128], or
+/// with the last two the other way round.
+struct BlockScales {
+  const float* first;
+  int64_t next_expert;
+  int next_column, next_depth;
 };
 
 struct GroupedParams {
@@ -63,6 +78,10 @@ struct GroupedParams {
   float4* chunk_sums;
   int* chunk_counts;
   Elementwise elementwise;
+  // In float8: depth counts pairs of codes.
+  CUtensorMap scales_a[2];  // [steps, R]
+  BlockScales scales_b[2];
+  int num_rows;  // of one group, where ends_E is null
   CUtensorMap tail_a, tail_b;
 };
 
@@ -72,11 +91,21 @@ inline constexpr int kThreads = 384, kMathThreads = 256, kStages = 3;
 inline constexpr int kBlockBytes = 64 * 128;  // 64 rows of 128 bytes
 inline constexpr int kBytesA = 2 * kBlockBytes, kBytesB = 4 * kBlockBytes;
 inline constexpr int kStageBytes = kBytesA + kBytesB;
+// TMA begins at multiples of 16 bytes, and so up to three rows before the tile.
+inline constexpr int kScales = kTileM + 4, kScaleBytes = kScales * sizeof(float);
 
 struct Shared {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
   alignas(1024) uint8_t results[4][2][kBlockBytes];  // [64 columns][slab]: 64 rows of 64 columns
-  alignas(16) uint8_t dh_inputs[kFinishers][FinishDh<true>::kBytes];
+  union {
+    alignas(16) uint8_t dh_inputs[kFinishers][FinishDh<true>::kBytes];
+    struct {
+      struct {
+        alignas(128) float rows[kScales];
+      } a[kStages];
+      float b[kStages][2];
+    } scales;
+  };
   int row_starts[kMaxExperts + 1], pair_starts[kMaxExperts + 1], experts[kMaxExperts];  // tiles.h
   int extra, num_cut;      // left_over, or longest
   int times[kCandidates];  // of the candidates for it
@@ -220,7 +249,7 @@ __device__ __forceinline__ auto make_tiles(const GroupedParams& p, const Shared&
 template <Gemm kGemm>
 __device__ void make_tables(Shared& shared, const GroupedParams& p) {
   for (int e = threadIdx.x; e <= p.num_experts; e += blockDim.x)
-    shared.row_starts[e] = e > 0 ? p.ends_E[e - 1] : 0;
+    shared.row_starts[e] = e == 0 ? 0 : p.ends_E ? p.ends_E[e - 1] : p.num_rows;
   __syncthreads();
   if constexpr (Flow<kGemm>::kOverRows)
     make_weight_tables(shared, p, make_tiles<kGemm>(p, shared).pairs_of_expert());
@@ -242,14 +271,17 @@ __device__ __forceinline__ int num_steps(const GroupedParams& p, const Tile& t) 
 /// outside, so that depth and width need not be multiples of a tile.
 template <Gemm kGemm, bool kTail>
 __device__ __forceinline__ void load_stage(const GroupedParams& p, const Tile& t, int rank,
-                                           int step, uint32_t stage, uint32_t full) {
+                                           int step, uint32_t stage, uint32_t scales,
+                                           uint32_t full) {
   using F = Flow<kGemm>;
   const int steps_of_part = ceil_div(p.depth, kTileK);
   const bool is_tail = kTail && step >= p.num_parts * steps_of_part;
   const int part = p.num_parts > 1 && step >= steps_of_part;
   const int before = is_tail ? p.num_parts * steps_of_part : part * steps_of_part;
   const int k = F::kOverRows ? t.first_row + step * kTileK : (step - before) * kTileK;
-  ptx::barrier_expect(full, kStageBytes);
+  ptx::barrier_expect(full, kStageBytes + (F::kFloat8 ? kScaleBytes : 0));
+  if constexpr (F::kFloat8)
+    ptx::tma_load(scales, &p.scales_a[part], t.first_row & ~3, step - before, 0, full);
   if constexpr (F::kMnA) {
     for (int block = 0; block < 2; ++block)
       ptx::tma_load(stage + block * kBlockBytes, &p.a[0], t.m + block * 64, k, 0, full);
@@ -275,6 +307,21 @@ __device__ __forceinline__ void load_stage(const GroupedParams& p, const Tile& t
   }
 }
 
+/// The scales of B's halves at one step. Loaded before the wait for a stage: they come meanwhile.
+template <Gemm kGemm>
+__device__ __forceinline__ float2 scales_of_b(const GroupedParams& p, const Tile& t, int step) {
+  using F = Flow<kGemm>;
+  const int steps_of_part = ceil_div(p.depth, kTileK), part = step >= steps_of_part;
+  const int last = ceil_div(p.width, kFloat8Tile) - 1;
+  const auto at = [&](int tensor, int column) {
+    const BlockScales& s = p.scales_b[tensor];
+    return __ldg(s.first + t.expert * s.next_expert + min(column, last) * s.next_column +
+                 (step - part * steps_of_part) * s.next_depth);
+  };
+  if constexpr (F::kTwins) return {at(0, t.column), at(1, t.column)};
+  return {at(part, 2 * t.column), at(part, 2 * t.column + 1)};
+}
+
 template <Gemm kGemm, bool kTail>
 __device__ void load_tiles(const GroupedParams& p, Shared& shared, int rank) {
   const auto tiles = make_tiles<kGemm>(p, shared);
@@ -285,8 +332,13 @@ __device__ void load_tiles(const GroupedParams& p, Shared& shared, int rank) {
     const Tile t = tiles.at(index, rank);
     const int steps = num_steps<kGemm, kTail>(p, t);
     for (int step = 0; step < steps; ++step, ring.next()) {
+      float2 scales_b;
+      if constexpr (Flow<kGemm>::kFloat8) scales_b = scales_of_b<kGemm>(p, t, step);
       ptx::barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+      if constexpr (Flow<kGemm>::kFloat8)
+        shared.scales.b[ring.stage][0] = scales_b.x, shared.scales.b[ring.stage][1] = scales_b.y;
       load_stage<kGemm, kTail>(p, t, rank, step, stages + ring.stage * kStageBytes,
+                               ptx::shared_address(&shared.scales.a[ring.stage]),
                                full + 8 * ring.stage);
     }
   }
@@ -321,7 +373,8 @@ __device__ inline void clear_rest(uint32_t stage, int num_rows) {
   ptx::named_barrier(1, kMathThreads);
 }
 
-/// The depth of one tile. kN = 0: nothing of this slab exists, the stages are only passed on.
+/// The depth of one tile. Float8: the sum of each step is apart, and added with its scales.
+/// kN = 0: nothing of this slab exists, the stages are only passed on.
 /// `meanwhile` is called while the last steps are multiplied.
 template <Gemm kGemm, bool kTail, int kN, class Function>
 __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& shared, const Tile& t,
@@ -335,7 +388,38 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
     if (lane < 2) ptx::barrier_arrive_at(empty + 8 * stage, lane);
   };
   const int steps = num_steps<kGemm, kTail>(p, t);
-  if constexpr (kN == 0) {
+  if constexpr (F::kFloat8 && kN > 0) {
+    const uint64_t first_a = ptx::matrix_descriptor(stages + slab * kBlockBytes);
+    const uint64_t first_b = ptx::matrix_descriptor(stages + kBytesA);
+    const int row = slab * kSlab + threadIdx.x % 128 / 32 * 16 + lane / 4 + t.first_row % 4;
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) acc[i] = 0.f;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      const uint64_t offset = (ring.stage * kStageBytes) >> 4;
+      ptx::barrier_wait(full + 8 * ring.stage, ring.phase);
+      const float low = shared.scales.a[ring.stage].rows[row],
+                  high = shared.scales.a[ring.stage].rows[row + 8];
+      const float of_b[2] = {shared.scales.b[ring.stage][0], shared.scales.b[ring.stage][1]};
+#pragma unroll
+      for (int half = 0; half < kN / 128; ++half) {
+        float sum[64];
+        ptx::wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          ptx::wgmma_e4m3(sum, first_a + offset + 2 * i,
+                          first_b + offset + half * (2 * kBlockBytes >> 4) + 2 * i, i);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_end(sum);
+        if (half + 1 == kN / 128) __syncwarp(), release(ring.stage);
+        const float scales[2] = {low * of_b[half], high * of_b[half]};
+#pragma unroll
+        for (int i = 0; i < 64; ++i) acc[half * 64 + i] += scales[i / 2 % 2] * sum[i];
+      }
+    }
+    meanwhile();
+  } else if constexpr (kN == 0) {
     for (int step = 0; step < steps; ++step, ring.next()) {
       ptx::barrier_wait(full + 8 * ring.stage, ring.phase);
       if (F::kOverRows && (step + 1) * kTileK > t.num_rows)
@@ -544,14 +628,14 @@ __device__ void finish_tiles(const GroupedParams& p, Shared& shared, int rank, i
       const int first_row = first_row_of(slab, finisher, lane);
       ptx::barrier_wait(done + 8 * slab, phases >> slab & 1);
       // The rows after an expert's last belong to the next: what is not whole is stored by rows.
-      const bool by_tma =
-          (F::kOverRows || s.num_rows == kSlab) && !(kGemm == Gemm::down && p.elementwise.bias[0]);
+      const bool by_tma = (F::kOverRows || s.num_rows == kSlab) &&
+                          !((kGemm == Gemm::down || kGemm == Gemm::down8) && p.elementwise.bias[0]);
       const bool finished = !F::kOverRows || !shared.unfinished[slab];
       if (finished && by_tma && lane == 0) store_by_tma<kGemm>(p, s, results, slab, finisher);
       if constexpr (kGemm == Gemm::up)
         finish_up<kPlain>(p.elementwise, s, results, lane, first_row, !by_tma);
       else if (!by_tma)
-        finish_rows(p.elementwise, s, results, lane, first_row);
+        finish_rows<F::kTwins>(p.elementwise, s, results, lane, first_row);
       if (lane == 0) ptx::tma_store_wait_read();
       phases ^= 1u << slab;
       __syncwarp();
@@ -593,9 +677,9 @@ __device__ void finish_dh_tiles(const GroupedParams& p, Shared& shared, int rank
 /// Registers of a thread that finishes, and of one that multiplies; a block has 65536.
 template <Gemm kGemm, bool kPlain>
 struct Registers {
-  static constexpr bool kOverRows = Flow<kGemm>::kOverRows;
-  static constexpr int kFinish = kOverRows ? 88 : kPlain ? 120 : 136;
-  static constexpr int kMultiply = kOverRows ? 208 : kPlain ? 192 : 184;
+  static constexpr bool kOverRows = Flow<kGemm>::kOverRows, kFloat8 = Flow<kGemm>::kFloat8;
+  static constexpr int kFinish = kFloat8 ? 72 : kOverRows ? 88 : kPlain ? 120 : 136;
+  static constexpr int kMultiply = kFloat8 ? 216 : kOverRows ? 208 : kPlain ? 192 : 184;
 };
 
 template <Gemm kGemm, bool kPlain, bool kTail>

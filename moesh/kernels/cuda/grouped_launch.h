@@ -34,9 +34,13 @@ class GroupedLaunch {
     return error_ ? CUtensorMap{} : tensor_map(base, x, y, z, box_x, box_y, error_);
   }
 
+  CUtensorMap map_of_scales(const float* base, std::int64_t x, std::int64_t y, int box_x) {
+    return error_ ? CUtensorMap{} : tensor_map(base, x, y, box_x, error_);
+  }
+
   template <Gemm kGemm, bool kPlain = true>
   Error launch(Stream stream) {
-    if constexpr (!Flow<kGemm>::kOverRows)
+    if constexpr (!Flow<kGemm>::kOverRows && !Flow<kGemm>::kFloat8)
       if (params.tail_depth > 0) return launch_kernel<kGemm, kPlain, true>(stream);
     return launch_kernel<kGemm, kPlain, false>(stream);
   }

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/cuda/float8.h"
 #include "moesh/kernels/cuda/on_device.h"
 #include "moesh/kernels/table.h"
 
@@ -18,12 +19,47 @@ namespace hopper {
 
 namespace {
 
+/// Rows in float8.
+struct RowCodes {
+  at::Tensor codes, scales;
+
+  static RowCodes empty(std::int64_t num_rows, std::int64_t width, const at::TensorOptions& o) {
+    return {at::empty({num_rows, width}, o.dtype(at::kByte)),
+            at::empty({float8_tiles(width), scale_pitch(num_rows)}, o.dtype(at::kFloat))};
+  }
+  operator Float8Rows() const { return {out(codes), floats(scales)}; }
+};
+
+void write_weight_codes(const kernels::WeightCodes& to, const at::Tensor& w) {
+  const at::Tensor from = aligned(w);
+  OnDeviceOf{w}("float8_weight", cuda::float8_weight, in(from), w.scalar_type() == at::kFloat,
+                out(to.codes), out(to.transposed), floats(to.scales),
+                w.dim() > 2 ? w.size(0) : std::int64_t{1}, w.size(-2), w.size(-1));
+}
+
+/// A weight in float8, or its transposed: what was kept, or made now of the one that is wanted.
+struct CodedWeight {
+  WeightCodes made;
+  bool transposed;
+
+  CodedWeight(const at::Tensor& w, const WeightCodes& kept, bool is_transposed)
+      : made(kept), transposed(is_transposed) {
+    if (made.scales.defined()) return;
+    made = empty_weight_codes(w, !transposed, transposed);
+    hopper::write_weight_codes(made, w);
+  }
+  operator Float8Weight() const {
+    return {in(transposed ? made.transposed : made.codes), floats(made.scales), transposed};
+  }
+};
+
 /// The experts of one call. Rows at their experts share one buffer: x, then y; dy, then dx, then x.
 class ExpertsCall {
  public:
   ExpertsCall(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& input,
               std::int64_t num_rows)
-      : run_(input.x),
+      : is_float8_(config.float8_tile > 0),
+        run_(input.x),
         input_{aligned(input.x), input.ends_e, input.scores_R, input.token_R, input.inverse_TK},
         weights_{aligned(w.w1_eFD),
                  aligned(w.w3_eFD),
@@ -32,7 +68,8 @@ class ExpertsCall {
                  aligned(w.b3_eF),
                  aligned(w.b2_eD),
                  {aligned(w.lora.a13_erD), aligned(w.lora.b13_e2Fr), aligned(w.lora.a2_erF),
-                  aligned(w.lora.b2_eDr), w.lora.scale13, w.lora.scale2}},
+                  aligned(w.lora.b2_eDr), w.lora.scale13, w.lora.scale2},
+                 w.codes},
         experts_{.num_rows = num_rows,
                  .model = w.w1_eFD.size(2),
                  .ffn = w.w1_eFD.size(1),
@@ -52,8 +89,10 @@ class ExpertsCall {
   }
 
   ExpertsOutput forward(const ExpertsInput& given) {
+    const at::Tensor gate_RF = empty_hidden(), up_RF = empty_hidden();
+    if (is_float8_) return {at_tokens(float8_forward(gate_RF, up_RF)), {given, gate_RF, up_RF}};
     const ExpertsLora& l = weights_.lora;
-    const at::Tensor gate_RF = empty_hidden(), up_RF = empty_hidden(), act_RF = empty_hidden();
+    const at::Tensor act_RF = empty_hidden();
     const at::Tensor low13_Rr = low_rows(l.a13_erD, l.scale13, {input_.x}, Rows::tokens);
     run_("up", up, with(low13_Rr, l.b13_e2Fr), in(at_experts(input_.x)), out(gate_RF), out(up_RF),
          out(act_RF));
@@ -81,15 +120,20 @@ class ExpertsCall {
     {
       const at::Tensor d_low2_Rr =
           low_gradient(l.b2_eDr, saved.low2_Rr, l.scale2, {dy}, Rows::tokens, d_lora.b2_eDr);
-      const at::Tensor dy_RD = at_experts(dy), act_RF = empty_hidden();
-      at::Tensor terms;
+      const at::Tensor act_RF = empty_hidden();
+      at::Tensor dy_RD, terms;
       if (input_.scores_R.defined()) {
         terms = at::empty({num_score_terms(experts_.ffn), experts_.num_rows},
                           input_.scores_R.options());
         d.scores_R = at::empty_like(input_.scores_R);
       }
-      run_("dh", dh, with(d_low2_Rr, l.a2_erF), in(dy_RD), out(gate_RF), out(up_RF), out(act_RF),
-           floats(terms));
+      if (is_float8_) {
+        dy_RD = float8_dh(dy, gate_RF, up_RF, act_RF, terms);
+      } else {
+        dy_RD = at_experts(dy);
+        run_("dh", dh, with(d_low2_Rr, l.a2_erF), in(dy_RD), out(gate_RF), out(up_RF), out(act_RF),
+             floats(terms));
+      }
       if (terms.defined())
         run_("score_gradient", score_gradient, experts_, in(dy_RD),
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
@@ -111,7 +155,10 @@ class ExpertsCall {
     const at::Tensor d_low13_Rr = low_gradient(l.b13_e2Fr, saved.low13_Rr, l.scale13,
                                                {gate_RF, up_RF}, Rows::at_experts, d_lora.b13_e2Fr);
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
-    run_("dx", dx, with(d_low13_Rr, l.a13_erD), in(gate_RF), in(up_RF), out(dx_RD));
+    if (is_float8_)
+      float8_dx(dx_RD);
+    else
+      run_("dx", dx, with(d_low13_Rr, l.a13_erD), in(gate_RF), in(up_RF), out(dx_RD));
     d.x = at_tokens(dx_RD);
     if (frozen)
       d_lora.a13_erD = gradient_of_a(l.a13_erD, d_low13_Rr, input_.x, Rows::tokens);
@@ -205,6 +252,69 @@ class ExpertsCall {
     return at::empty({chunk_workspace(experts_.num_rows, experts_.model, experts_.ffn)},
                      input_.x.options().dtype(at::kByte));
   }
+  // ---- in float8 ----
+
+  at::Tensor float8_forward(const at::Tensor& gate_RF, const at::Tensor& up_RF) {
+    {
+      const RowCodes x = row_codes(input_.x, {});
+      multiply({.width = experts_.ffn,
+                .depth = experts_.model,
+                .a = {x},
+                .b = {CodedWeight(weights_.w1_eFD, weights_.codes.w1, false),
+                      CodedWeight(weights_.w3_eFD, weights_.codes.w3, false)},
+                .out = {out(gate_RF), out(up_RF)}});
+    }
+    const RowCodes act = empty_codes(experts_.ffn);
+    run_("act8", act8, experts_, in(gate_RF), in(up_RF), Float8Rows(act));
+    const at::Tensor y_RD = gathered() ? rows_RD_ : empty_rows();
+    multiply({.width = experts_.model,
+              .depth = experts_.ffn,
+              .a = {act},
+              .b = {CodedWeight(weights_.w2_eDF, weights_.codes.w2, false)},
+              .out = {out(y_RD)},
+              .bias = experts_.b2_ED,
+              .score = experts_.score_before ? nullptr : experts_.score_R});
+    return y_RD;
+  }
+  /// Returns the rows of dy; the codes of d_gate and d_up wait for float8_dx.
+  at::Tensor float8_dh(const at::Tensor& dy, const at::Tensor& gate_RF, const at::Tensor& up_RF,
+                       const at::Tensor& act_RF, const at::Tensor& terms) {
+    const at::Tensor dy_RD = gathered() ? rows_RD_ : aligned(dy);
+    multiply({.width = experts_.ffn,
+              .depth = experts_.model,
+              .a = {row_codes(aligned(dy), gathered() ? dy_RD : at::Tensor())},
+              .b = {CodedWeight(weights_.w2_eDF, weights_.codes.w2, true)},
+              .out = {out(act_RF)}});
+    d_gate_ = empty_codes(experts_.ffn), d_up_ = empty_codes(experts_.ffn);
+    run_("dh8", dh8, experts_, out(act_RF), out(gate_RF), out(up_RF), Float8Rows(d_gate_),
+         Float8Rows(d_up_), floats(terms));
+    return dy_RD;
+  }
+  void float8_dx(const at::Tensor& dx_RD) {
+    multiply({.width = experts_.model,
+              .depth = experts_.ffn,
+              .a = {d_gate_, d_up_},
+              .b = {CodedWeight(weights_.w1_eFD, weights_.codes.w1, true),
+                    CodedWeight(weights_.w3_eFD, weights_.codes.w3, true)},
+              .out = {out(dx_RD)}});
+    d_gate_ = d_up_ = {};
+  }
+  void multiply(Float8Product p) const {
+    p.num_rows = experts_.num_rows, p.num_experts = experts_.num_experts,
+    p.ends_E = experts_.ends_E;
+    run_("float8_product", cuda::float8_product, p);
+  }
+  RowCodes empty_codes(std::int64_t width) const {
+    return RowCodes::empty(experts_.num_rows, width, input_.x.options());
+  }
+  /// x [T, D] at its experts, and where rows_RD is given the numbers themselves.
+  RowCodes row_codes(const at::Tensor& x, const at::Tensor& rows_RD) const {
+    const RowCodes codes = empty_codes(experts_.model);
+    run_("expand8", expand8, in(x), indices(input_.inverse_TK), out(rows_RD), Float8Rows(codes),
+         x.size(0), gathered() ? input_.inverse_TK.size(1) : 1, experts_.num_rows, experts_.model);
+    return codes;
+  }
+
   bool gathered() const { return input_.token_R.defined(); }
   at::Tensor empty_rows() const {
     return at::empty({experts_.num_rows, experts_.model}, input_.x.options());
@@ -230,11 +340,13 @@ class ExpertsCall {
     return out_TD;
   }
 
+  bool is_float8_;
   OnDeviceOf run_;
   ExpertsInput input_;
   ExpertsWeights weights_;
   GroupedExperts experts_;
   at::Tensor rows_RD_;
+  RowCodes d_gate_, d_up_;
 };
 
 std::int64_t num_rows(const ExpertsInput& input) {
@@ -264,6 +376,43 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     return w;
   };
   return d;
+}
+
+bool takes_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {
+  const std::int64_t K = w_KN.size(0), N = w_KN.size(1);
+  return tile == kFloat8Tile && rows_MK.scalar_type() == at::kBFloat16 && K > 0 && K % 16 == 0 &&
+         N > 0 && N % 8 == 0;
+}
+
+/// [M, K] times a weight of N columns.
+at::Tensor product(const at::Tensor& rows_MK, const CodedWeight& w, std::int64_t N) {
+  const std::int64_t M = rows_MK.size(0), K = rows_MK.size(1);
+  const OnDeviceOf run(rows_MK);
+  const at::Tensor x = aligned(rows_MK), y = at::empty({M, N}, x.options());
+  const RowCodes codes = RowCodes::empty(M, K, x.options());
+  run("expand8", expand8, in(x), static_cast<const std::int32_t*>(nullptr),
+      static_cast<void*>(nullptr), Float8Rows(codes), M, 1, M, K);
+  run("float8_product", cuda::float8_product,
+      Float8Product{.num_rows = M,
+                    .width = N,
+                    .depth = K,
+                    .num_experts = 1,
+                    .ends_E = nullptr,
+                    .a = {codes},
+                    .b = {w},
+                    .out = {out(y)}});
+  return y;
+}
+
+at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
+                          std::int64_t /*tile*/) {
+  const bool is_transposed = !w_KN.t().is_contiguous();  // [K, N] in memory
+  const at::Tensor w = is_transposed ? w_KN.contiguous() : w_KN.t();
+  return product(rows_MK, CodedWeight(w, {}, is_transposed), w_KN.size(1));
+}
+
+at::Tensor float8_product_with(const at::Tensor& rows, const WeightCodes& w, bool transposed) {
+  return product(rows, CodedWeight({}, w, transposed), w.codes.size(transposed ? 1 : 0));
 }
 
 /// The gate as its kernels have it, or nothing where these do not take it.
@@ -304,8 +453,16 @@ GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
   return d;
 }
 
-std::string refuses_experts(const ExpertsConfig&, const ExpertsWeights& w) {
+std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {
   const at::Tensor& w1 = w.w1_eFD;
+  if (config.float8_tile > 0) {
+    if (config.float8_tile != kFloat8Tile || w1.size(1) % 16 != 0 || w1.size(2) % 16 != 0)
+      return detail::concat("float8 has tiles of ", config.float8_tile, " in weights [experts, ",
+                            w1.size(1), ", ", w1.size(2), "], and own kernels take tiles of ",
+                            kFloat8Tile, " and multiples of 16");
+    if (config.scores == ScoreSide::before && (w.b1_eF.defined() || w.b3_eF.defined()))
+      return "own kernels take no biases after a score in float8";
+  }
   if (w1.scalar_type() != at::kBFloat16)
     return detail::concat("the weights are ", c10::toString(w1.scalar_type()),
                           ", and own kernels take bfloat16");
@@ -333,6 +490,10 @@ const KernelTable& hopper_kernels() {
     hopper::add_delta_rule(t);
     t.gate_forward = hopper::gate_forward;
     t.gate_backward = hopper::gate_backward;
+    t.float8_product = hopper::float8_product;
+    t.takes_float8_product = hopper::takes_float8_product;
+    t.write_weight_codes = hopper::write_weight_codes;
+    t.float8_product_with = hopper::float8_product_with;
     t.experts_forward = hopper::experts_forward;
     t.experts_backward = hopper::experts_backward;
     t.refuses_device = on_device::refusal<cuda::check_hopper>;

@@ -1,11 +1,15 @@
 #include "moesh/kernels/cuda/host.h"
 
+#include <array>
 #include <utility>
 
 namespace moesh::kernels::cuda {
 
-CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
-                       int box_y, Error& error) {
+namespace {
+
+CUtensorMap encoded(CUtensorMapDataType type, int bytes, const void* base,
+                    std::array<std::int64_t, 3> size, std::array<int, 3> box,
+                    CUtensorMapSwizzle swizzle, Error& error) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {  // a function of the driver: not linked, but asked for
     void* found = nullptr;
@@ -19,18 +23,32 @@ CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::in
     error = "the driver has no cuTensorMapEncodeTiled";
     return map;
   }
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(x), static_cast<cuuint64_t>(y),
-                               static_cast<cuuint64_t>(z)};
-  const cuuint64_t strides[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_x), static_cast<cuuint32_t>(box_y), 1};
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(size[0]), static_cast<cuuint64_t>(size[1]),
+                               static_cast<cuuint64_t>(size[2])};
+  const cuuint64_t strides[2] = {sizes[0] * bytes, sizes[0] * sizes[1] * bytes};
+  const cuuint32_t boxes[3] = {static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1]),
+                               static_cast<cuuint32_t>(box[2])};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(base), sizes, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map, type, 3, const_cast<void*>(base), sizes, strides, boxes, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
-    error = "a tensor map was refused: sizes are to be multiples of 8, addresses of 16 bytes";
+    error = "a tensor map was refused: rows and addresses are to be multiples of 16 bytes";
   return map;
+}
+
+}  // namespace
+
+CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
+                       int box_y, Error& error) {
+  return encoded(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, base, {x, y, z}, {box_x, box_y, 1},
+                 CU_TENSOR_MAP_SWIZZLE_128B, error);
+}
+
+CUtensorMap tensor_map(const float* base, std::int64_t x, std::int64_t y, int box_x, Error& error) {
+  return encoded(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, base, {x, y, 1}, {box_x, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_NONE, error);
 }
 
 namespace {

@@ -16,6 +16,9 @@ namespace moesh::kernels::cuda {
 CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
                        int box_y, Error& error);
 
+/// [y, x] float32; boxes of [1, box_x], as they are.
+CUtensorMap tensor_map(const float* base, std::int64_t x, std::int64_t y, int box_x, Error& error);
+
 inline Error text_of(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }

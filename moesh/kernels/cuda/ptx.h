@@ -268,6 +268,17 @@ __device__ __forceinline__ void wgmma(float (&d)[kSize], uint64_t a, uint64_t b,
   }
 }
 
+/// The same of depth 32 in float8 (e4m3), N = 128.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MOESH_TEN("") MOESH_TEN("1")
+          MOESH_TEN("2") MOESH_TEN("3") MOESH_TEN("4") MOESH_TEN("5") "%60,%61,%62,%63}, "
+      "%64, %65, add, 1, 1;\n}"
+      : MOESH_THIRTY_TWO(0), MOESH_THIRTY_TWO(32)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
 #undef MOESH_TEN
 #undef MOESH_EIGHT
 #undef MOESH_THIRTY_TWO

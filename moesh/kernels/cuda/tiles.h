@@ -12,6 +12,7 @@ inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
 inline constexpr int kSlab = 64;  // rows of a tile which one warp group multiplies
 inline constexpr int kGroup = 8;  // pairs that pass over all columns before the next ones do
 inline constexpr int kMaxExperts = 512;
+inline constexpr int kFloat8Tile = 128;  // numbers of float8 that share a scale, or squared
 
 // By value: a reference to a constant of the host is a trap on the device.
 constexpr int smaller(int a, int b) { return a < b ? a : b; }

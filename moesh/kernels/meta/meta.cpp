@@ -172,6 +172,27 @@ ExpertsGradients accelerator_backward(const ExpertsConfig& config, const Experts
   };
   return d;
 }
+bool takes_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {
+  const KernelTable& table = of_accelerator();
+  return is_own(table) && table.takes_float8_product(rows_MK, w_KN, tile);
+}
+at::Tensor noted_product(const at::Tensor& rows, const at::Tensor& w, at::Tensor y) {
+  const double flops = 2 * static_cast<double>(rows.numel()) * static_cast<double>(y.size(1));
+  note_work({WorkKind::dense, flops, static_cast<double>(rows.nbytes() + w.nbytes() + y.nbytes())});
+  return y;
+}
+at::Tensor accelerator_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
+                                      std::int64_t tile) {
+  return noted_product(rows_MK, w_KN, of_accelerator().float8_product(rows_MK, w_KN, tile));
+}
+at::Tensor accelerator_float8_product_with(const at::Tensor& rows, const WeightCodes& w,
+                                           bool transposed) {
+  return noted_product(rows, w.codes, of_accelerator().float8_product_with(rows, w, transposed));
+}
+void write_weight_codes(const WeightCodes& to, const at::Tensor& w) {
+  note_pass({w, to.codes, to.transposed});
+}
+
 // The gate has three bfloat16 terms in forward; in backward d(logits) has two, for both products.
 void note_gate(const at::Tensor& x_TD, const at::Tensor& gate_ED, double num_terms) {
   if (!is_own(of_accelerator())) return;
@@ -305,6 +326,7 @@ const KernelTable& meta_kernels() {
     t.combine_rows = meta::combine_rows;
     t.experts_forward = meta::experts_forward;
     t.experts_backward = meta::experts_backward;
+    t.experts_take_float8 = false;
     t.adamw_ = meta::adamw_;
     t.sum_of_squares = meta::sum_of_squares;
     t.attention_forward = meta::attention_forward;
@@ -315,6 +337,11 @@ const KernelTable& meta_kernels() {
     KernelTable t = of_cpu;
     t.experts_forward = meta::accelerator_forward;
     t.experts_backward = meta::accelerator_backward;
+    t.experts_take_float8 = true;
+    t.float8_product = meta::accelerator_float8_product;
+    t.takes_float8_product = meta::takes_float8_product;
+    t.float8_product_with = meta::accelerator_float8_product_with;
+    t.write_weight_codes = meta::write_weight_codes;
     t.takes_lora = true;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;

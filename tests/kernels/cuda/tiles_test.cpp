@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -12,6 +14,8 @@
 #include <set>
 #include <tuple>
 #include <vector>
+
+#include "moesh/kernels/cuda/float8.h"
 
 namespace moesh::kernels::cuda {
 namespace {
@@ -260,6 +264,27 @@ TEST(Tiles, SwizzleIsABijectionWithoutBankConflicts) {
       std::set<int> banks;
       for (int i = 0; i < 8; ++i) banks.insert(swizzled(row + i, chunk) % 128);
       ASSERT_EQ(banks.size(), 8u);
+    }
+}
+
+// The scale of every magnitude that a bfloat16 has, and of the float32 beside it, by the
+// definition.
+TEST(Float8, ScalesFollowTheDefinition) {
+  for (std::uint32_t high = 0; high < 0x8000; ++high)
+    for (const std::uint32_t low : {0u, 1u, 0xFFFFu}) {
+      const std::uint32_t bits = high << 16 | low;
+      const double largest = std::bit_cast<float>(bits);
+      const std::uint32_t scale = float8_scale(bits);
+      const double got = std::bit_cast<float>(scale),
+                   inverse = std::bit_cast<float>(float8_inverse(scale));
+      if (!std::isfinite(largest)) {
+        ASSERT_TRUE(std::isnan(got) && std::isnan(inverse)) << largest;
+        continue;
+      }
+      double want = std::exp2(-200);
+      while (want < std::max(largest, 1e-27) / 448) want *= 2;
+      ASSERT_EQ(got, want) << largest;
+      ASSERT_EQ(got * inverse, 1) << largest;
     }
 }
 
