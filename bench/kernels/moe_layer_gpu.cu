@@ -297,7 +297,7 @@ void lora_lines(DeviceLayer& l, double each, const Line& line) {
                 dy = of(l.dy.get(), nullptr, c.model, true),
                 act = of(l.act.get(), nullptr, c.ffn, false),
                 gates = of(l.gate.get(), l.up_.get(), c.ffn, false);
-  const Buffer<float> sums(std::max({low_rank_db_workspace(dy), low_rank_db_workspace(gates)}));
+  const Buffer<float> sums(std::max(low_rank_workspace(dy, true), low_rank_workspace(gates, true)));
   const double rf = static_cast<double>(l.rows * c.ffn), rd = static_cast<double>(l.rows * c.model);
   const auto low_of = [&](const LowRank& rows, const Buffer<bf16>& a) {
     return [&] { MOESH_RUN(low_rank(rows, a.get(), 0.5f, low.get(), nullptr)); };

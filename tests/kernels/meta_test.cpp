@@ -70,8 +70,8 @@ TEST(Meta, CountsWhatLoraHolds) {
   const Peaks own = peaks_of(GpuKernels::automatic, {}, r);
   EXPECT_EQ(own.forward, row + 3 * hidden + 2 * low + y);
   EXPECT_EQ(own.kept, 2 * hidden + 2 * low + y);
-  // Sums of runs of up to 512 rows, and of b also those of 512 columns; both in float32.
-  constexpr std::int64_t runs = R / 512 + E, of_D = 4 * runs * r * D, of_F = 4 * runs * r * F;
+  // Sums of ranges of 64 rows, and with b those of 512 columns; both in float32.
+  constexpr std::int64_t ranges = R / 64 + E, of_D = 4 * ranges * r * D, of_F = 4 * ranges * r * F;
   constexpr std::int64_t at_b2 = row + low + b2 + of_D + 4 * R * r,
                          at_a2 = row + low + b2 + hidden + terms + scores + a2 + of_F,
                          at_b13 = row + b2 + scores + a2 + low + b13 + 2 * of_F + 2 * 4 * R * r,

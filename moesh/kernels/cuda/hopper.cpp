@@ -233,7 +233,7 @@ class ExpertsCall {
     if (!b.defined()) return {};
     const LowRank l = low_rank_of(low_Rr.size(1), tensors, rows);
     const at::Tensor d_low_Rr = empty_low(l.rank),
-                     sums = at::empty({low_rank_db_workspace(l)}, b.options().dtype(at::kFloat));
+                     sums = at::empty({low_rank_workspace(l, true)}, b.options().dtype(at::kFloat));
     d_b = like(b);
     run_("low_rank_db", low_rank_db, l, in(b), in(low_Rr), static_cast<float>(scale), floats(sums),
          out(d_b), out(d_low_Rr));
@@ -244,7 +244,7 @@ class ExpertsCall {
     if (!a.defined()) return {};
     const LowRank l = low_rank_of(a.size(1), {x}, rows);
     const at::Tensor d = like(a),
-                     sums = at::empty({low_rank_da_workspace(l)}, a.options().dtype(at::kFloat));
+                     sums = at::empty({low_rank_workspace(l, false)}, a.options().dtype(at::kFloat));
     run_("low_rank_da", low_rank_da, l, in(d_low_Rr), floats(sums), out(d));
     return d;
   }

@@ -115,20 +115,31 @@ struct LowRank {
 };
 inline constexpr std::int64_t kMaxRank = 64;
 
-/// Rows of one expert whose sums are made at once; columns of a warp, and warps of a block.
-inline constexpr std::int64_t kLowRankRows = 512, kLowRankColumns = 64, kLowRankWarps = 8;
-/// Blocks for the columns of a row.
-constexpr std::int64_t low_rank_blocks(std::int64_t width, std::int64_t num_parts) {
-  const std::int64_t warps = num_parts * ((width + kLowRankColumns - 1) / kLowRankColumns);
+/// Sums over rows: columns of a warp, warps of a block, ranks of a block, and how many blocks there
+/// are at most: as many as an H200 has room for at once, so that all have equally much to do.
+inline constexpr std::int64_t kLowRankColumns = 64, kLowRankWarps = 8;
+constexpr std::int64_t low_rank_width(std::int64_t rank) { return rank <= 16 ? 16 : 32; }
+constexpr std::int64_t low_rank_blocks_at_once(std::int64_t rank, bool is_db) {
+  return 132 * (rank <= 16 ? 3 - is_db : 2 - is_db);
+}
+/// Blocks for the columns of a row, and for all rows: ranges of equally many, of any expert.
+constexpr std::int64_t low_rank_columns(const LowRank& l) {
+  const std::int64_t warps = l.num_parts * ((l.width + kLowRankColumns - 1) / kLowRankColumns);
   return (warps + kLowRankWarps - 1) / kLowRankWarps;
 }
-/// The number of floats that low_rank_da needs besides its result, and low_rank_db, which needs
-/// more.
-constexpr std::int64_t low_rank_da_workspace(const LowRank& l) {
-  return (l.num_rows / kLowRankRows + l.num_experts) * l.num_parts * l.width * l.rank;
+constexpr std::int64_t low_rank_ranges(const LowRank& l, bool is_db) {
+  const std::int64_t ranks = low_rank_width(l.rank), most = (l.num_rows + 63) / 64,
+                     blocks = low_rank_columns(l) * ((l.rank + ranks - 1) / ranks),
+                     room = low_rank_blocks_at_once(l.rank, is_db) / blocks;
+  return room < 1 ? 1 : room < most ? room : most;
 }
-constexpr std::int64_t low_rank_db_workspace(const LowRank& l) {
-  return low_rank_da_workspace(l) + low_rank_blocks(l.width, l.num_parts) * l.num_rows * l.rank;
+/// The number of floats that low_rank_da and low_rank_db need besides their results: the sums of
+/// each expert's part of a range, and with db a row's products with the columns of each block.
+constexpr std::int64_t low_rank_sums(const LowRank& l, bool is_db) {
+  return (low_rank_ranges(l, is_db) + l.num_experts) * l.num_parts * l.width * l.rank;
+}
+constexpr std::int64_t low_rank_workspace(const LowRank& l, bool is_db) {
+  return low_rank_sums(l, is_db) + (is_db ? low_rank_columns(l) * l.num_rows * l.rank : 0);
 }
 
 /// low [R, rank] = scale rows a', a [E, rank, W]. Of one tensor of rows.

@@ -1,8 +1,9 @@
 // The thin products of LoRA with the rows of experts. Memory bounds them: rows are read once, from
 // tokens where these are the rows, and what is small goes through the tensor cores by mma.sync.
 //   low_rank      a block has 64 rows of one expert, and all of their columns
-//   low_rank_da,  a block has up to kLowRankRows rows of one expert and 512 of their columns, 64 a
-//   low_rank_db   warp. Sums of blocks are float32 in a workspace, and are added in order.
+//   low_rank_da,  a block has a range of rows and up to 512 of their columns, 64 a warp. All blocks
+//   low_rank_db   have equally many rows, which may be of several experts. Their sums are float32 in
+//                 a workspace, and are added in order.
 // R rows at their experts, sorted by expert, E experts, W columns
 
 #include "moesh/kernels/cuda/activation.h"
@@ -27,50 +28,13 @@ struct Params {
   const bf16* matrix;  // a or b of each expert
   const bf16* low_Rr;  // of low_rank_da, low_rank_db
   bf16 *out, *out_low;
-  float *sums, *low_sums;  // [runs, rank, W], [blocks of columns, R, rank]
+  float *sums, *low_sums;  // [ranges + E, rank, W], [blocks of columns, R, rank]
   float scale;
   int64_t num_rows;
-  int width, num_parts, rank, num_experts;
+  int width, num_parts, rank, num_experts, num_ranges, num_blocks;
 
   __device__ int columns() const { return num_parts * width; }
 };
-
-/// Runs of rows of one expert, numbered expert after expert.
-struct Run {
-  int expert, first, last;  // rows [first, last); expert -1: there are fewer runs
-};
-__device__ __forceinline__ int runs_of(int rows, int longest) {
-  return (rows + longest - 1) / longest;
-}
-/// Run `number` of those with at most `longest` rows; an expert's are about equally long, in
-/// sixteens. Whole warps.
-__device__ Run run_at(const int* ends_E, int num_experts, int longest, int number) {
-  const int lane = threadIdx.x % 32;
-  for (int base = 0; base < num_experts; base += 32) {
-    const int e = base + lane;
-    const int last = e < num_experts ? ends_E[e] : 0;
-    const int first = e > 0 && e < num_experts ? ends_E[e - 1] : 0;
-    const int mine = runs_of(last - first, longest);
-    int end = mine;
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, end, distance);
-      if (lane >= distance) end += other;
-    }
-    const unsigned later = __ballot_sync(~0u, number < end);
-    if (later == 0) {
-      number -= __shfl_sync(~0u, end, 31);
-      continue;
-    }
-    const int found = __ffs(static_cast<int>(later)) - 1;
-    const int begin = __shfl_sync(~0u, first, found), stop = __shfl_sync(~0u, last, found);
-    const int runs = __shfl_sync(~0u, mine, found);
-    const int at = number - (__shfl_sync(~0u, end, found) - runs);
-    const int64_t sixteens = (stop - begin + 15) / 16;
-    return {base + found, begin + static_cast<int>(sixteens * at / runs) * 16,
-            min(begin + static_cast<int>(sixteens * (at + 1) / runs) * 16, stop)};
-  }
-  return {-1, 0, 0};
-}
 
 __device__ __forceinline__ int token_of(const Params& p, int row) {
   return p.token_R ? p.token_R[row] : row;
@@ -79,6 +43,35 @@ __device__ __forceinline__ int token_of(const Params& p, int row) {
 // ---- low = scale rows a' ----
 
 constexpr int kRowsOfBlock = 64;
+
+/// Rows [first, last) of an expert; expert -1: there are fewer such.
+struct Run {
+  int expert, first, last;
+};
+/// Number `number` of the runs of up to kRowsOfBlock rows, expert after expert. Whole warps.
+__device__ Run run_at(const Params& p, int number) {
+  const int lane = threadIdx.x % 32;
+  for (int base = 0; base < p.num_experts; base += 32) {
+    const int e = base + lane;
+    const int last = e < p.num_experts ? p.ends_E[e] : 0;
+    const int first = e > 0 && e < p.num_experts ? p.ends_E[e - 1] : 0;
+    const int mine = ceil_div(last - first, kRowsOfBlock);
+    int end = mine;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, end, distance);
+      if (lane >= distance) end += other;
+    }
+    const unsigned later = __ballot_sync(~0u, number < end);
+    if (later != 0) {
+      const int found = __ffs(static_cast<int>(later)) - 1;
+      const int at = number - __shfl_sync(~0u, end - mine, found);
+      const int begin = __shfl_sync(~0u, first, found) + at * kRowsOfBlock;
+      return {base + found, begin, min(begin + kRowsOfBlock, __shfl_sync(~0u, last, found))};
+    }
+    number -= __shfl_sync(~0u, end, 31);
+  }
+  return {-1, 0, 0};
+}
 
 /// 16 rows and 64 columns of a lane, as an mma takes them but for the order of the columns, which
 /// is the same in both operands: a lane has eight columns side by side.
@@ -104,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 16 ? 3 : 1)
     low_rank_kernel(const __grid_constant__ Params p) {
   constexpr int kTiles = kRank / 8;
   __shared__ float halves[4][16][kRank + 8];
-  const Run run = run_at(p.ends_E, p.num_experts, kRowsOfBlock, blockIdx.x);
+  const Run run = run_at(p, blockIdx.x);
   if (run.expert < 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int row = run.first + warp % 4 * 16 + group;
@@ -174,37 +167,40 @@ constexpr int shared_bytes() {
   return kProduct ? sizeof(Shared<kRank>) : sizeof(Shared<kRank>::tiles);
 }
 
-/// A block takes a run of rows, columns [512 i, 512 i + 512) and kRank of the ranks, block after
-/// block of ranks. Warps have their own tiles of 16 rows and 64 columns, two of which are on their
-/// way while one is multiplied. kProduct: the products of the rows with b as well.
+/// Rows of a range, in sixteens; the last ones may have fewer, or none.
+__device__ __forceinline__ int range_length(int num_rows, int num_ranges) {
+  return max(1, ceil_div(num_rows, 16 * num_ranges)) * 16;
+}
+/// The expert of a row, from `first` on. Whole warps.
+__device__ int expert_of(const Params& p, int row, int first) {
+  for (int base = first;; base += 32) {
+    const int e = base + static_cast<int>(threadIdx.x) % 32;
+    const unsigned after = __ballot_sync(~0u, e < p.num_experts && p.ends_E[e] > row);
+    if (after != 0) return base + __ffs(static_cast<int>(after)) - 1;
+  }
+}
+
+/// What a warp has of the columns and ranks.
+struct Share {
+  int block;  // of columns
+  int part, column, num_columns, first_rank;
+};
+
+/// Rows [first, last) of one expert. `turn` counts the tiles of the block.
 template <int kRank, bool kProduct>
-__global__ void __launch_bounds__(kThreads, kRank > 16 ? 1
-                                            : kProduct ? 2
-                                                       : 3)
-    sums_kernel(const __grid_constant__ Params p) {
+__device__ __forceinline__ void sum_rows(const Params& p, Shared<kRank>& shared, const Share& s,
+                                         int expert, int first, int last, int& turn) {
   constexpr int kTiles = kColumns / 8, kLowPitch = Tiles<kRank>::kLowPitch;
-  extern __shared__ __align__(128) uint8_t memory[];
-  Shared<kRank>& shared = *reinterpret_cast<Shared<kRank>*>(memory);
-  const Run run = run_at(p.ends_E, p.num_experts, kLowRankRows, blockIdx.y);
-  if (run.expert < 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-  const int rank_blocks = (p.rank + kRank - 1) / kRank;
-  const int block = blockIdx.x / rank_blocks, first_rank = blockIdx.x % rank_blocks * kRank;
-  const int per_part = (p.width + kColumns - 1) / kColumns;
-  const int mine = block * kWarps + warp;  // which 64 columns
-  const bool exists = mine < p.num_parts * per_part;
-  const int part = exists ? mine / per_part : 0, column = exists ? mine % per_part * kColumns : 0;
-  const int num_columns = exists ? min(kColumns, p.width - column) : 0;
-  const bf16* rows = part == 0 ? p.rows[0] : p.rows[1];
-  if (!kProduct && !exists) return;
+  const bf16* rows = s.part == 0 ? p.rows[0] : p.rows[1];
 
   // b of this warp's columns, as an mma takes it.
   uint32_t b[kProduct ? kColumns / 16 : 1][kRank / 8][2] = {};
   if constexpr (kProduct) {
     const int64_t all = p.columns();
     const auto half = [&](int c, int k) -> uint32_t {
-      const bool inside = c < num_columns && k < p.rank;
-      const int64_t at = (run.expert * all + part * p.width + column + c) * p.rank + k;
+      const bool inside = c < s.num_columns && k < p.rank;
+      const int64_t at = (expert * all + s.part * p.width + s.column + c) * p.rank + k;
       return inside ? *reinterpret_cast<const uint16_t*>(p.matrix + at) : 0u;
     };
 #pragma unroll
@@ -213,15 +209,15 @@ __global__ void __launch_bounds__(kThreads, kRank > 16 ? 1
       for (int tile = 0; tile < kRank / 8; ++tile)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int c = step * 16 + i * 8 + pair * 2, k = first_rank + tile * 8 + group;
+          const int c = step * 16 + i * 8 + pair * 2, k = s.first_rank + tile * 8 + group;
           b[step][tile][i] = half(c, k) | half(c + 1, k) << 16;
         }
   }
 
-  const int num_tiles = (run.last - run.first + kTileRows - 1) / kTileRows;
+  const int num_tiles = ceil_div(last - first, kTileRows);
   const auto token_in = [&](int tile) {  // of the row of this lane; -1: none
-    const int row = run.first + tile * kTileRows + lane % kTileRows;
-    return row < run.last ? token_of(p, row) : -1;
+    const int row = first + tile * kTileRows + lane % kTileRows;
+    return row < last ? token_of(p, row) : -1;
   };
   int token = token_in(0);
   const auto fetch = [&](int tile) {
@@ -231,18 +227,18 @@ __global__ void __launch_bounds__(kThreads, kRank > 16 ? 1
       for (int i = 0; i < kTileRows / 4; ++i) {
         const int row = i * 4 + lane / 8, chunk = lane % 8 * 8;
         const int from = __shfl_sync(~0u, token, row);
-        const bool inside = from >= 0 && chunk < num_columns;
-        mma::load_async(to.rows + row * kPitch + chunk,
-                        rows + (inside ? static_cast<int64_t>(from) * p.width + column + chunk : 0),
-                        inside);
+        const bool inside = from >= 0 && chunk < s.num_columns;
+        mma::load_async(
+            to.rows + row * kPitch + chunk,
+            rows + (inside ? static_cast<int64_t>(from) * p.width + s.column + chunk : 0), inside);
       }
 #pragma unroll
       for (int i = lane; i < kTileRows * kRank / 8; i += 32) {
-        const int row = i / (kRank / 8), k = i % (kRank / 8) * 8;
-        const int64_t from = run.first + tile * kTileRows + row;
-        const bool inside = from < run.last && first_rank + k < p.rank;
+        const int k = i % (kRank / 8) * 8, row = i / (kRank / 8);
+        const int64_t from = first + tile * kTileRows + row;
+        const bool inside = from < last && s.first_rank + k < p.rank;
         mma::load_async(to.low + row * kLowPitch + k,
-                        p.low_Rr + (inside ? from * p.rank + first_rank + k : 0), inside);
+                        p.low_Rr + (inside ? from * p.rank + s.first_rank + k : 0), inside);
       }
       token = token_in(tile + 1);
     }
@@ -250,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, kRank > 16 ? 1
   };
 
   float sum[kRank / 16][kTiles][4] = {};
+  __syncwarp();  // the tiles before these have been read
   for (int i = 0; i < kStages - 1; ++i) fetch(i);
 #pragma unroll 1
   for (int tile = 0; tile < num_tiles; ++tile) {
@@ -272,31 +269,64 @@ __global__ void __launch_bounds__(kThreads, kRank > 16 ? 1
         for (int k = 0; k < kRank / 8; ++k)
           mma::multiply(low[k], left, b[step][k][0], b[step][k][1]);
       }
-      auto& of_warps = shared.low_sums[tile % 2];
+      auto& of_warps = shared.low_sums[turn++ % 2];
       mma::each_pair(low, [&](int row, int k, float x, float y) {
         *reinterpret_cast<float2*>(&of_warps[warp][row][k]) = {x, y};
       });
       __syncthreads();
       for (int i = threadIdx.x; i < kTileRows * kRank; i += kThreads) {
         const int row = i / kRank, k = i % kRank;
-        const int64_t to = run.first + tile * kTileRows + row;
+        const int64_t to = first + tile * kTileRows + row;
         float total = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) total += of_warps[w][row][k];
-        if (to < run.last && first_rank + k < p.rank)
-          p.low_sums[(block * p.num_rows + to) * p.rank + first_rank + k] = total;
+        if (to < last && s.first_rank + k < p.rank)
+          p.low_sums[(s.block * p.num_rows + to) * p.rank + s.first_rank + k] = total;
       }
     }
   }
-  const int64_t first = (static_cast<int64_t>(blockIdx.y) * p.rank + first_rank) * p.columns() +
-                        part * p.width + column;
+  // The parts of experts in ranges are numbered by the sum of both numbers, which grows by one with
+  // each part.
+  const int64_t slot = static_cast<int>(blockIdx.y) + expert;
+  float* to = p.sums + (slot * p.rank + s.first_rank) * p.columns() + s.part * p.width + s.column;
 #pragma unroll
   for (int i = 0; i < kRank / 16; ++i)
     mma::each_pair(sum[i], [&](int k, int c, float x, float y) {
-      if (c < num_columns && first_rank + i * 16 + k < p.rank)
-        *reinterpret_cast<float2*>(p.sums + first + static_cast<int64_t>(i * 16 + k) * p.columns() +
-                                   c) = {x, y};
+      if (c < s.num_columns && s.first_rank + i * 16 + k < p.rank)
+        *reinterpret_cast<float2*>(to + static_cast<int64_t>(i * 16 + k) * p.columns() + c) = {x,
+                                                                                               y};
     });
+}
+
+/// A block takes a range of rows, some of the columns and kRank of the ranks. Warps have their own
+/// tiles of 16 rows and 64 columns, two of which are on their way while one is multiplied.
+/// kProduct: the products of the rows with b as well.
+template <int kRank, bool kProduct>
+__global__ void __launch_bounds__(kThreads, (kRank > 16 ? 2 : 3) - kProduct)
+    sums_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  Shared<kRank>& shared = *reinterpret_cast<Shared<kRank>*>(memory);
+  const int rank_blocks = ceil_div(p.rank, kRank), warp = threadIdx.x / 32;
+  Share s{.block = static_cast<int>(blockIdx.x) / rank_blocks};
+  s.first_rank = static_cast<int>(blockIdx.x) % rank_blocks * kRank;
+  const int per_part = ceil_div(p.width, kColumns), all = p.num_parts * per_part;
+  const int mine = all * s.block / p.num_blocks + warp;  // blocks differ by one warp at most
+  const bool exists = mine < all * (s.block + 1) / p.num_blocks;
+  if (exists) {
+    s.part = mine / per_part, s.column = mine % per_part * kColumns;
+    s.num_columns = min(kColumns, p.width - s.column);
+  } else if (!kProduct) {
+    return;
+  }
+  const int num_rows = p.ends_E[p.num_experts - 1], length = range_length(num_rows, p.num_ranges);
+  const int first = static_cast<int>(blockIdx.y) * length, end = min(first + length, num_rows);
+  int expert = 0, turn = 0;
+  for (int row = first; row < end;) {
+    expert = expert_of(p, row, expert);
+    const int last = min(p.ends_E[expert], end);
+    sum_rows<kRank, kProduct>(p, shared, s, expert, row, last, turn);
+    row = last;
+  }
 }
 
 __device__ __forceinline__ void add8(float (&sum)[8], const float* from) {
@@ -306,25 +336,37 @@ __device__ __forceinline__ void add8(float (&sum)[8], const float* from) {
   sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
 }
 
-/// Eight sums over the runs of an expert: columns side by side of one rank, or ranks of one column.
+/// The first kernel's sums, added: eight to a thread. First, for each expert, over its parts:
+/// columns side by side of one rank, or of b ranks of one column; blocks [E, per_expert]. With b
+/// then eight products of a row, over the blocks of columns.
 template <bool kIsB>
-__global__ void __launch_bounds__(kThreads) add_sums(const Params p) {
-  const int expert = blockIdx.y, lane = threadIdx.x % 32, columns = p.columns();
-  int before = 0;  // runs of the experts before this one
-  for (int e = lane; e < expert; e += 32)
-    before += runs_of(p.ends_E[e] - (e > 0 ? p.ends_E[e - 1] : 0), kLowRankRows);
-  for (int distance = 16; distance > 0; distance /= 2)
-    before += __shfl_xor_sync(~0u, before, distance);
-  const int runs =
-      runs_of(p.ends_E[expert] - (expert > 0 ? p.ends_E[expert - 1] : 0), kLowRankRows);
-  const int at = blockIdx.x * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kThreads)
+    add_sums(const __grid_constant__ Params p, int per_expert) {
+  const int expert = static_cast<int>(blockIdx.x) / per_expert, columns = p.columns();
+  const int num_rows = p.ends_E[p.num_experts - 1];
+  float sum[8] = {};
+  if (kIsB && expert >= p.num_experts) {
+    const int64_t block = static_cast<int>(blockIdx.x) - p.num_experts * per_expert;
+    const int64_t at = (block * kThreads + threadIdx.x) * 8;
+    if (at >= static_cast<int64_t>(num_rows) * p.rank) return;
+#pragma unroll 4
+    for (int i = 0; i < p.num_blocks; ++i) add8(sum, p.low_sums + i * p.num_rows * p.rank + at);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] *= p.scale;
+    store16(p.out_low + at, packed(sum));
+    return;
+  }
+  const int at = static_cast<int>(blockIdx.x) % per_expert * kThreads + threadIdx.x;
   const int wide = kIsB ? columns : columns / 8;  // how many eights are side by side
   if (at >= wide * (kIsB ? p.rank / 8 : p.rank)) return;
   const int k = at / wide * (kIsB ? 8 : 1), column = at % wide * (kIsB ? 1 : 8);
-  float sum[8] = {};
-  for (int run = 0; run < runs; ++run) {
+  const int first = expert > 0 ? p.ends_E[expert - 1] : 0, last = p.ends_E[expert];
+  const int length = range_length(num_rows, p.num_ranges);
+  const int end = last > first ? (last - 1) / length + 1 : 0;
+#pragma unroll 4
+  for (int range = first / length; range < end; ++range) {
     const float* from =
-        p.sums + (static_cast<int64_t>(before + run) * p.rank + k) * columns + column;
+        p.sums + (static_cast<int64_t>(range + expert) * p.rank + k) * columns + column;
     if constexpr (kIsB) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] += from[static_cast<int64_t>(i) * columns];
@@ -332,25 +374,11 @@ __global__ void __launch_bounds__(kThreads) add_sums(const Params p) {
       add8(sum, from);
     }
   }
-  const int64_t first = static_cast<int64_t>(expert) * columns * p.rank;
-  store16(p.out + first +
+  const int64_t out = static_cast<int64_t>(expert) * columns * p.rank;
+  store16(p.out + out +
               (kIsB ? static_cast<int64_t>(column) * p.rank + k
                     : static_cast<int64_t>(k) * columns + column),
           packed(sum));
-}
-
-/// Eight products of a row, from the sums of all blocks of columns.
-__global__ void __launch_bounds__(kThreads) add_low_sums(const Params p, int num_blocks) {
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
-  if (at >= p.ends_E[p.num_experts - 1] * static_cast<int64_t>(p.rank)) return;
-  float sum[8] = {};
-  for (int block = 0; block < num_blocks; ++block) {
-    const float* from = p.low_sums + block * p.num_rows * p.rank + at;
-    add8(sum, from);
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum[i] *= p.scale;
-  store16(p.out_low + at, packed(sum));
 }
 
 // ---- the host's side ----
@@ -380,33 +408,34 @@ unsigned blocks_for(int64_t size) {
 }
 
 template <int kRank, bool kProduct>
-Error launch_sums(const Params& p, int num_blocks, cudaStream_t queue) {
+Error launch_sums(const Params& p, cudaStream_t queue) {
   static Prepared prepared;
   constexpr int kBytes = shared_bytes<kRank, kProduct>();
   int on_device = 0;
   const auto kernel = sums_kernel<kRank, kProduct>;
   if (Error error = prepared(kernel, kThreads, kBytes, 1, on_device)) return error;
-  const auto rank_blocks = static_cast<unsigned>((p.rank + kRank - 1) / kRank);
-  const auto runs = static_cast<unsigned>(p.num_rows / kLowRankRows + p.num_experts);
-  kernel<<<dim3(num_blocks * rank_blocks, runs), kThreads, kBytes, queue>>>(p);
+  const dim3 blocks(p.num_blocks * ceil_div(p.rank, kRank), p.num_ranges);
+  kernel<<<blocks, kThreads, kBytes, queue>>>(p);
   return text_of(cudaGetLastError());
 }
 
 /// Sums over rows, and with kIsB the products with b.
 template <bool kIsB>
-Error sums(const Params& p, Stream stream) {
+Error sums(const LowRank& l, Params p, float* workspace, Stream stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  const int64_t size = static_cast<int64_t>(p.num_parts) * p.width * p.rank;
-  if (p.num_rows == 0)
-    return text_of(cudaMemsetAsync(p.out, 0, p.num_experts * size * sizeof(bf16), queue));
-  const auto num_blocks = static_cast<int>(low_rank_blocks(p.width, p.num_parts));
-  if (Error error = p.rank <= 16 ? launch_sums<16, kIsB>(p, num_blocks, queue)
-                                 : launch_sums<32, kIsB>(p, num_blocks, queue))
+  const int64_t size = l.num_parts * l.width * l.rank;
+  if (l.num_rows == 0)
+    return text_of(cudaMemsetAsync(p.out, 0, l.num_experts * size * sizeof(bf16), queue));
+  p.num_ranges = static_cast<int>(low_rank_ranges(l, kIsB));
+  p.num_blocks = static_cast<int>(low_rank_columns(l));
+  p.sums = workspace, p.low_sums = workspace + low_rank_sums(l, kIsB);
+  static_assert(low_rank_width(16) == 16 && low_rank_width(kMaxRank) == 32);
+  if (Error error =
+          l.rank <= 16 ? launch_sums<16, kIsB>(p, queue) : launch_sums<32, kIsB>(p, queue))
     return error;
-  add_sums<kIsB>
-      <<<dim3(blocks_for(size / 8), static_cast<unsigned>(p.num_experts)), kThreads, 0, queue>>>(p);
-  if (kIsB)
-    add_low_sums<<<blocks_for(p.num_rows * p.rank / 8), kThreads, 0, queue>>>(p, num_blocks);
+  const unsigned per_expert = blocks_for(size / 8), of_rows = blocks_for(l.num_rows * l.rank / 8);
+  add_sums<kIsB><<<per_expert* static_cast<unsigned>(l.num_experts) + (kIsB ? of_rows : 0),
+                   kThreads, 0, queue>>>(p, static_cast<int>(per_expert));
   return text_of(cudaGetLastError());
 }
 
@@ -434,8 +463,7 @@ Error low_rank_da(const LowRank& l, const void* d_low_Rr, float* workspace, void
   if (Error error = refused(l)) return error;
   Params p = params_of(l);
   p.low_Rr = static_cast<const bf16*>(d_low_Rr), p.out = static_cast<bf16*>(da_ErW);
-  p.sums = workspace;
-  return sums<false>(p, stream);
+  return sums<false>(l, p, workspace, stream);
 }
 
 Error low_rank_db(const LowRank& l, const void* b_EWr, const void* low_Rr, float scale,
@@ -444,9 +472,8 @@ Error low_rank_db(const LowRank& l, const void* b_EWr, const void* low_Rr, float
   Params p = params_of(l);
   p.matrix = static_cast<const bf16*>(b_EWr), p.low_Rr = static_cast<const bf16*>(low_Rr);
   p.out = static_cast<bf16*>(db_EWr), p.out_low = static_cast<bf16*>(d_low_Rr);
-  p.scale = scale, p.sums = workspace;
-  p.low_sums = workspace + low_rank_da_workspace(l);
-  return sums<true>(p, stream);
+  p.scale = scale;
+  return sums<true>(l, p, workspace, stream);
 }
 
 }  // namespace moesh::kernels::cuda
