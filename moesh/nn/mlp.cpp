@@ -2,26 +2,19 @@
 
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/rowwise.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/weights_later.h"
 
 namespace moesh::nn {
-namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up,
-                            const at::Tensor& w, const c10::intrusive_ptr<raw::WeightSink>& sink,
-                            bool needs_values, const OwnProducts& own) {
-    context->save_for_backward({gate, up, w});
-    if (own) context->saved_data["own"] = c10::IValue::make_capsule(own);
-    context->saved_data["sink"] = c10::IValue::make_capsule(sink);
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+                         bool needs_values, const OwnProducts& own) {
+  const auto sink = raw::sink_for(gate, {weight});
+  const at::Tensor w = sink->is_empty() ? weight : weight.detach();
+  const auto forward = [&] {
     if (!needs_values && raw::recall("a dense MLP")) {
       auto sizes = gate.sizes().vec();
       sizes.back() = w.size(0);
@@ -30,38 +23,25 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
     if (!needs_values) raw::keep("a dense MLP", {});
     const at::Tensor h = kernels::swiglu_forward(gate, up);
     return own ? own->forward(h, w) : at::linear(h, w);
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
+  };
+  const auto backward = [sink, own, has_dw = w.requires_grad()](const raw::Tensors& saved,
+                                                                const raw::Tensors& dy) {
     const at::Tensor &gate = saved[0], &up = saved[1], &w = saved[2];
-    const at::Tensor rows = grads[0].flatten(0, -2);
-    const bool has_dw = context->needs_input_grad(2);
-    const auto own = context->saved_data.find("own");
-    const at::Tensor dh =
-        own == context->saved_data.end()
-            ? rows.mm(w)
-            : c10::static_intrusive_pointer_cast<LinearProducts>(own->second.toCapsule())
-                  ->backward(rows, w);
+    const at::Tensor rows = dy[0].flatten(0, -2);
+    const at::Tensor dh = own ? own->backward(rows, w) : rows.mm(w);
     const auto d = kernels::swiglu_backward(gate, up, dh.view(gate.sizes()), /*wants_h=*/has_dw);
     at::Tensor dw;
     if (has_dw) dw = rows.t().mm(d.h.flatten(0, -2));
-    const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
-        context->saved_data["sink"].toCapsule());
     if (!sink->is_empty())
       sink->leave([sink, rows, gate = gate.detach(), up = up.detach()] {
         // One pass over gate and up, for a third of what the layer would have to keep.
         sink->give({rows.t().mm(kernels::swiglu_forward(gate, up).flatten(0, -2))});
       });
-    return {d.gate, d.up, dw, {}, {}, {}};
-  }
-};
-
-}  // namespace
-
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
-                         bool needs_values, const OwnProducts& own) {
-  const auto sink = raw::sink_for(gate, {w});
-  return SwigluLinear::apply(gate, up, sink->is_empty() ? w : w.detach(), sink, needs_values, own);
+    return raw::Tensors{d.gate, d.up, dw};
+  };
+  return raw::differentiable({gate, up, w}, [&]() -> raw::Differentiable {
+    return {{forward()}, {gate, up, w}, backward};
+  })[0];
 }
 
 }  // namespace moesh::nn
