@@ -2,18 +2,16 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
+#include "moesh/spmd/attach.h"
 
 namespace moesh::nn {
 namespace {
 
 using kernels::AttentionConfig;
 using kernels::AttentionInput;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // [h, 3]: numbers of a narrow dtype whose sum is the float32 sink / scale (three times 8 bits).
 at::Tensor sink_features(const at::Tensor& sinks_h, double scale, at::ScalarType dtype) {
@@ -27,21 +25,17 @@ at::Tensor sink_features(const at::Tensor& sinks_h, double scale, at::ScalarType
 // The outputs as they are, and the gradient of the sinks in their own dtype: through the features
 // of a key it would be rounded to that of the keys. d(sink) is -share <d(y), y>, summed over the
 // queries, where the share is what the sink takes of a query's softmax.
-class SinkGradient : public torch::autograd::Function<SinkGradient> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& y_BhLv,
-                            const at::Tensor& share_BhL1, const at::Tensor& sinks_h) {
-    context->save_for_backward({y_BhLv, share_BhL1});
-    context->saved_data["dtype"] = static_cast<std::int64_t>(sinks_h.scalar_type());
-    return y_BhLv.detach();
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
-    const at::Tensor of_query_BhL1 = (grads[0].to(dtype) * saved[0].to(dtype)).sum(-1, true);
-    return {grads[0], {}, -(of_query_BhL1 * saved[1].to(dtype)).sum({0, 2, 3})};
-  }
-};
+at::Tensor with_sink_gradient(const at::Tensor& y_BhLv, const at::Tensor& share_BhL1,
+                              const at::Tensor& sinks_h) {
+  return raw::differentiable({y_BhLv, sinks_h}, [&]() -> raw::Differentiable {
+    const auto backward = [dtype = sinks_h.scalar_type()](const raw::Tensors& saved,
+                                                          const raw::Tensors& dy) {
+      const at::Tensor of_query_BhL1 = (dy[0].to(dtype) * saved[0].to(dtype)).sum(-1, true);
+      return raw::Tensors{dy[0], -(of_query_BhL1 * saved[1].to(dtype)).sum({0, 2, 3})};
+    };
+    return {{y_BhLv.detach()}, {y_BhLv, share_BhL1}, backward};
+  })[0];
+}
 
 // On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a
 // fused kernel.
@@ -54,60 +48,57 @@ at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return at::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale, is_grouped);
 }
 
-// The causal kernel of cuDNN, or on meta what stands for it, as LibTorch calls it: by a function of
-// our own, so that a recompute can keep its result.
-class CausalAttention : public torch::autograd::Function<CausalAttention> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, double scale) {
-    variable_list saved{q, k, v};
-    const auto results = run(q, k, v, scale);
-    saved.insert(saved.end(), results.begin(), results.end());
-    context->save_for_backward(saved);
-    context->saved_data["scale"] = scale;
-    return results[0];
+// The causal kernel of cuDNN, or on meta what stands for it: y, the logarithms of the sums, and two
+// numbers for dropout, which is not used.
+raw::Tensors run_causal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        double scale) {
+  if (auto first = raw::recall("causal attention")) return *first;
+  raw::Tensors results;
+  if (q.is_meta()) {
+    const auto [y, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, /*is_causal=*/true, {}, scale);
+    results = {y, lse, {}, {}};
+  } else {
+    const auto out = at::_scaled_dot_product_cudnn_attention(
+        q, k, v, {}, /*compute_log_sumexp=*/true, 0.0, /*is_causal=*/true,
+        /*return_debug_mask=*/false, scale);
+    results = {std::get<0>(out), std::get<1>(out), std::get<6>(out), std::get<7>(out)};
   }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto s = context->get_saved_variables();
-    const at::Tensor &q = s[0], &k = s[1], &v = s[2], &y = s[3], &lse = s[4];
-    const double scale = context->saved_data["scale"].toDouble();
-    if (q.is_meta()) {
-      // d(k) and d(v) of every query head are there before they are summed over a group.
-      variable_list of_heads;
-      if (q.size(1) != k.size(1))
-        for (const at::Tensor& t : {k, v})
-          of_heads.push_back(at::empty({q.size(0), q.size(1), t.size(2), t.size(3)}, t.options()));
-      const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-          grads[0], q, k, v, y, lse, 0.0, /*is_causal=*/true, {}, scale);
-      return {dq, dk, dv, {}};
-    }
-    const at::Tensor none;
-    const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
-        grads[0], q, k, v, y, lse, s[5], s[6], none, none, none, q.size(2), k.size(2), 0.0,
-        /*is_causal=*/true, scale);
-    return {dq, dk, dv, {}};
-  }
+  raw::keep("causal attention", results);
+  return results;
+}
 
- private:
-  // y, the logarithms of the sums, and two numbers for dropout, which is not used.
-  static variable_list run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           double scale) {
-    if (auto first = raw::recall("causal attention")) return *first;
-    variable_list results;
-    if (q.is_meta()) {
-      const auto [y, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-          q, k, v, 0.0, /*is_causal=*/true, {}, scale);
-      results = {y, lse, {}, {}};
-    } else {
-      const auto out = at::_scaled_dot_product_cudnn_attention(
-          q, k, v, {}, /*compute_log_sumexp=*/true, 0.0, /*is_causal=*/true,
-          /*return_debug_mask=*/false, scale);
-      results = {std::get<0>(out), std::get<1>(out), std::get<6>(out), std::get<7>(out)};
-    }
-    raw::keep("causal attention", results);
-    return results;
+raw::Tensors causal_gradients(const raw::Tensors& s, const at::Tensor& dy, double scale) {
+  const at::Tensor &q = s[0], &k = s[1], &v = s[2], &y = s[3], &lse = s[4];
+  if (q.is_meta()) {
+    // d(k) and d(v) of every query head are there before they are summed over a group.
+    raw::Tensors of_heads;
+    if (q.size(1) != k.size(1))
+      for (const at::Tensor& t : {k, v})
+        of_heads.push_back(at::empty({q.size(0), q.size(1), t.size(2), t.size(3)}, t.options()));
+    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        dy, q, k, v, y, lse, 0.0, /*is_causal=*/true, {}, scale);
+    return {dq, dk, dv};
   }
-};
+  const at::Tensor none;
+  const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
+      dy, q, k, v, y, lse, s[5], s[6], none, none, none, q.size(2), k.size(2), 0.0,
+      /*is_causal=*/true, scale);
+  return {dq, dk, dv};
+}
+
+// As LibTorch calls it: by a function of our own, so that a recompute can keep its result.
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            double scale) {
+  return raw::differentiable({q, k, v}, [&]() -> raw::Differentiable {
+    const raw::Tensors made = run_causal(q, k, v, scale);
+    return {{made[0]},
+            {q, k, v, made[0], made[1], made[2], made[3]},
+            [scale](const auto& saved, const auto& dy) {
+              return causal_gradients(saved, dy[0], scale);
+            }};
+  })[0];
+}
 
 // The fused kernel that takes values of another width than keys, and fewer key heads than query
 // heads, as they are: cuDNN's does in bfloat16 on Hopper, twice as fast as what takes them padded
@@ -154,7 +145,7 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   if (is_causal && !is_empty) {
     const auto kernel = kernel_for(queries, keys, values, c.scale, is_grouped);
     if (kernel == at::SDPBackend::cudnn_attention)
-      return heads(CausalAttention::apply(queries, keys, values, c.scale));
+      return heads(causal_attention(queries, keys, values, c.scale));
     if (kernel == at::SDPBackend::flash_attention)
       return heads(fused(queries, keys, values, {}, /*is_causal=*/true, c.scale, is_grouped));
   }
@@ -198,7 +189,7 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   }
   at::Tensor y = out.narrow(-1, 0, value_width);
   if (in.sinks_h.defined())
-    y = SinkGradient::apply(y, out.narrow(-1, value_width, 1).detach(), in.sinks_h);
+    y = with_sink_gradient(y, out.narrow(-1, value_width, 1).detach(), in.sinks_h);
   return heads(y);
 }
 

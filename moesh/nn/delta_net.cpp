@@ -3,68 +3,53 @@
 #include "moesh/nn/delta_net.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/delta_rule.h"
+#include "moesh/spmd/attach.h"
 
 namespace moesh::nn {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-std::optional<at::Tensor> or_none(const at::Tensor& t) {
-  return t.defined() ? std::optional(t) : std::nullopt;
+at::Tensor convolution(const at::Tensor& x, const at::Tensor& w, const at::Tensor& starts_BL) {
+  return raw::differentiable({x, w}, [&]() -> raw::Differentiable {
+    return {{kernels::convolution_forward(x, w, starts_BL)},
+            {x, w, starts_BL},
+            [](const auto& saved, const auto& dy) {
+              const auto d = kernels::convolution_backward(saved[0], saved[1], saved[2], dy[0]);
+              return raw::Tensors{d.x, d.w};
+            }};
+  })[0];
 }
 
-class ConvolutionFunction : public torch::autograd::Function<ConvolutionFunction> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
-                            const std::optional<at::Tensor>& starts_BL) {
-    const at::Tensor starts = starts_BL.value_or(at::Tensor());
-    context->save_for_backward({x, w, starts});
-    return kernels::convolution_forward(x, w, starts);
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const auto d = kernels::convolution_backward(saved[0], saved[1], saved[2], grads[0]);
-    return {d.x, d.w, {}};
-  }
-};
-
-class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& qkv,
-                            const at::Tensor& decay, const at::Tensor& beta,
-                            const std::optional<at::Tensor>& starts_BL, std::int64_t key_dim,
-                            std::int64_t chunk) {
-    constexpr const char* kWhat = "the delta rule";
-    const at::Tensor starts = starts_BL.value_or(at::Tensor());
-    context->save_for_backward({qkv, decay, beta, starts});
-    context->saved_data["key_dim"] = key_dim, context->saved_data["chunk"] = chunk;
+at::Tensor delta_rule(const at::Tensor& qkv, const at::Tensor& decay, const at::Tensor& beta,
+                      const at::Tensor& starts_BL, std::int64_t key_dim, std::int64_t chunk) {
+  constexpr const char* kWhat = "the delta rule";
+  const auto forward = [&] {
     if (const auto first = raw::recall(kWhat)) return (*first)[0];
     const at::Tensor y =
-        kernels::delta_rule_forward({qkv, decay, beta, key_dim, starts}, chunk).y_BLhv;
+        kernels::delta_rule_forward({qkv, decay, beta, key_dim, starts_BL}, chunk).y_BLhv;
     raw::keep(kWhat, {y});
     return y;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto s = context->get_saved_variables();
-    const auto d = kernels::delta_rule_backward(
-        {s[0], s[1], s[2], context->saved_data["key_dim"].toInt(), s[3]}, grads[0],
-        context->saved_data["chunk"].toInt());
-    return {d.qkv_BLgc, d.decay_BLh, d.beta_BLh, {}, {}, {}};
-  }
-};
+  };
+  return raw::differentiable({qkv, decay, beta}, [&]() -> raw::Differentiable {
+    return {{forward()},
+            {qkv, decay, beta, starts_BL},
+            [key_dim, chunk](const auto& s, const auto& dy) {
+              const auto d =
+                  kernels::delta_rule_backward({s[0], s[1], s[2], key_dim, s[3]}, dy[0], chunk);
+              return raw::Tensors{d.qkv_BLgc, d.decay_BLh, d.beta_BLh};
+            }};
+  })[0];
+}
 
 // silu of the convolution. With a `kv_cache` it goes on where that ended.
 at::Tensor convolved(const at::Tensor& x_BLgc, const at::Tensor& w_gcK, const at::Tensor& starts_BL,
                      KvCache* kv_cache) {
-  if (!kv_cache) return ConvolutionFunction::apply(x_BLgc, w_gcK, or_none(starts_BL));
+  if (!kv_cache) return convolution(x_BLgc, w_gcK, starts_BL);
   at::Tensor& kept = kv_cache->carried().inputs;
   const at::Tensor all = kept.defined() ? at::cat({kept, x_BLgc}, 1) : x_BLgc;
   const std::int64_t num_before = all.size(1) - x_BLgc.size(1),
@@ -151,7 +136,7 @@ Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_ca
               {all_BLgc, decay, beta, d, {}, kv_cache->carried().state}, chunk());
           kv_cache->carried().state = out.state_Bhdv, y_BLhv = out.y_BLhv;
         } else {
-          y_BLhv = DeltaRuleFunction::apply(all_BLgc, decay, beta, or_none(starts_BL), d, chunk());
+          y_BLhv = delta_rule(all_BLgc, decay, beta, starts_BL, d, chunk());
         }
         return y_BLhv.unflatten(2, {all_BLgc.size(2), group_});  // [B, L, g, r, v]
       },

@@ -1,7 +1,6 @@
 #include "moesh/nn/experts.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
 
@@ -18,108 +17,75 @@ namespace moesh::nn {
 namespace {
 
 using enum Place;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-using MaybeTensor = std::optional<at::Tensor>;
 
-// What backward needs besides tensors.
-struct ExpertsContext : torch::CustomClassHolder {
+// What a call of the experts needs besides its tensors.
+struct ExpertsCall {
   kernels::ExpertsConfig config;
-  at::Tensor ends_e;
-  std::uint32_t saved_version = 0;
+  at::Tensor ends_e, token_R, inverse;
   double scale13 = 1, scale2 = 1;  // of LoRA
   kernels::ExpertsCodes codes;
   c10::intrusive_ptr<raw::GradientSum> sum;  // of x; null: autograd adds
   c10::intrusive_ptr<raw::WeightSink> sink;
+
+  /// From `first` on, in the order of `listed`.
+  kernels::ExpertsWeights weights(const raw::Tensors& t, std::size_t first) const {
+    const auto at = [&](std::size_t i) { return t[first + i]; };
+    return {at(0), at(1), at(2), at(3), at(4), at(5), {at(6), at(7), at(8), at(9), scale13, scale2},
+            codes};
+  }
 };
 
-std::vector<at::Tensor> listed(const kernels::ExpertsWeights& w) {
+raw::Tensors listed(const kernels::ExpertsWeights& w) {
   return {w.w1_eFD, w.w3_eFD,       w.w2_eDF,        w.b1_eF,       w.b3_eF,
           w.b2_eD,  w.lora.a13_erD, w.lora.b13_e2Fr, w.lora.a2_erF, w.lora.b2_eDr};
 }
 
+kernels::ExpertsOutput kept_or_run(const ExpertsCall& call, const kernels::ExpertsWeights& weights,
+                                   const kernels::ExpertsInput& input) {
+  const auto no_y = [&] { return raw::not_computed(input.x.sizes(), input.x.options()); };
+  if (auto first = raw::recall("pre-activations of experts")) {
+    const auto& kept = *first;
+    return {no_y(),
+            {input, kept[0], kept[1], kept[2], kept[3],
+             static_cast<std::uint32_t>(kept[0]._version())}};
+  }
+  auto out = kernels::experts_forward(call.config, weights, input);
+  if (raw::is_second_run()) out.y = no_y();
+  const auto& s = out.saved;
+  raw::keep("pre-activations of experts", {s.gate_RF, s.up_RF, s.low13_Rr, s.low2_Rr});
+  return out;
+}
+
 // Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the
 // scores, and the weights.
-class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const at::Tensor& scores_R, const at::Tensor& w1, const at::Tensor& w3,
-                            const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3,
-                            const MaybeTensor& b2, const MaybeTensor& a13, const MaybeTensor& b13,
-                            const MaybeTensor& a2_lora, const MaybeTensor& b2_lora,
-                            const at::Tensor& token_R, const at::Tensor& inverse,
-                            const c10::intrusive_ptr<ExpertsContext>& call) {
-    const auto value = [](const MaybeTensor& t) { return t.value_or(at::Tensor()); };
-    const kernels::ExpertsWeights weights{
-        w1,
-        w3,
-        w2,
-        value(b1),
-        value(b3),
-        value(b2),
-        {value(a13), value(b13), value(a2_lora), value(b2_lora), call->scale13, call->scale2},
-        call->codes};
-    const auto out = run(*call, weights, {x, call->ends_e, scores_R, token_R, inverse});
-    call->saved_version = out.saved.version;
-    context->saved_data["call"] = c10::IValue::make_capsule(call);
-    variable_list saved{x,
-                        scores_R,
-                        token_R,
-                        inverse,
-                        out.saved.gate_RF,
-                        out.saved.up_RF,
-                        out.saved.low13_Rr,
-                        out.saved.low2_Rr};
-    for (const at::Tensor& w : listed(weights)) saved.push_back(w);
-    context->save_for_backward(saved);
-    return out.y;
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto call =
-        c10::static_intrusive_pointer_cast<ExpertsContext>(context->saved_data["call"].toCapsule());
-    const auto s = context->get_saved_variables();
-    const kernels::ExpertsWeights weights{s[8],
-                                          s[9],
-                                          s[10],
-                                          s[11],
-                                          s[12],
-                                          s[13],
-                                          {s[14], s[15], s[16], s[17], call->scale13, call->scale2},
-                                          call->codes};
-    auto g = kernels::experts_backward(
-        call->config, weights,
-        {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], s[6], s[7], call->saved_version},
-        grads[0].contiguous());
-    if (!call->sink->is_empty())
-      call->sink->leave([sink = call->sink, weights_of = std::move(g.weights_later)] {
-        sink->give(listed(weights_of()));
-      });
-    if (call->sum) call->sum->add(std::exchange(g.x, {}));
-    variable_list all{g.x, g.scores_R};
-    for (const at::Tensor& w : listed(g.weights)) all.push_back(w);
-    all.resize(all.size() + 3);  // nothing for the indices and the call
-    return all;
-  }
-
- private:
-  static kernels::ExpertsOutput run(const ExpertsContext& call,
-                                    const kernels::ExpertsWeights& weights,
-                                    const kernels::ExpertsInput& input) {
-    const auto no_y = [&] { return raw::not_computed(input.x.sizes(), input.x.options()); };
-    if (auto first = raw::recall("pre-activations of experts")) {
-      const auto& kept = *first;
-      return {no_y(),
-              {input, kept[0], kept[1], kept[2], kept[3],
-               static_cast<std::uint32_t>(kept[0]._version())}};
-    }
-    auto out = kernels::experts_forward(call.config, weights, input);
-    if (raw::is_second_run()) out.y = no_y();
-    const auto& s = out.saved;
-    raw::keep("pre-activations of experts", {s.gate_RF, s.up_RF, s.low13_Rr, s.low2_Rr});
-    return out;
-  }
-};
+at::Tensor run_experts(const ExpertsCall& call, const at::Tensor& x, const at::Tensor& scores_R,
+                       const raw::Tensors& weights) {
+  raw::Tensors inputs{x, scores_R};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  return raw::differentiable(inputs, [&]() -> raw::Differentiable {
+    const auto out = kept_or_run(call, call.weights(weights, 0),
+                                 {x, call.ends_e, scores_R, call.token_R, call.inverse});
+    const kernels::ExpertsSaved& o = out.saved;
+    raw::Tensors saved{x, scores_R, o.gate_RF, o.up_RF, o.low13_Rr, o.low2_Rr};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    const auto backward = [call, version = o.version](const raw::Tensors& s,
+                                                      const raw::Tensors& dy) {
+      auto g = kernels::experts_backward(
+          call.config, call.weights(s, 6),
+          {{s[0], call.ends_e, s[1], call.token_R, call.inverse}, s[2], s[3], s[4], s[5], version},
+          dy[0].contiguous());
+      if (!call.sink->is_empty())
+        call.sink->leave([sink = call.sink, weights_of = std::move(g.weights_later)] {
+          sink->give(listed(weights_of()));
+        });
+      if (call.sum) call.sum->add(std::exchange(g.x, {}));
+      raw::Tensors all{g.x, g.scores_R};
+      for (const at::Tensor& w : listed(g.weights)) all.push_back(w);
+      return all;
+    };
+    return {{out.y}, std::move(saved), backward};
+  })[0];
+}
 
 }  // namespace
 
@@ -189,45 +155,41 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
 template <auto L>
 auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
                   const at::Tensor& token_R, const at::Tensor& inverse) const {
-  auto call = c10::make_intrusive<ExpertsContext>();
-  call->config = {.activation = config_.activation,
-                  .scores = config_.scores,
-                  .float8_tile = config_.float8_tile};
-  call->ends_e = ends_e;
+  ExpertsCall call{.config = {.activation = config_.activation,
+                              .scores = config_.scores,
+                              .float8_tile = config_.float8_tile},
+                   .ends_e = ends_e,
+                   .token_R = token_R,
+                   .inverse = inverse};
   const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
   if (w1_.stored().float8)
-    call->codes = {w1_.stored().float8->codes, w3_.stored().float8->codes,
-                   w2_.stored().float8->codes};
-  MaybeTensor b1, b3, b2;
+    call.codes = {w1_.stored().float8->codes, w3_.stored().float8->codes,
+                  w2_.stored().float8->codes};
+  raw::Tensors weights(10);  // as `listed`
+  weights[0] = local(w1), weights[1] = local(w3), weights[2] = local(w2);
   if (b1_) {
-    b1 = local(use(*b1_)), b3 = local(use(*b3_));
+    weights[3] = local(use(*b1_)), weights[4] = local(use(*b3_));
     // The output is a partial sum over etp: its bias counts on one rank.
-    b2 = local(once<etp>(use(*b2_)));
+    weights[5] = local(once<etp>(use(*b2_)));
   }
-  MaybeTensor a13, b13, a2_lora, b2_lora;
   if (gate_up_lora_) {
-    call->scale13 = gate_up_lora_->scale;
-    a13 = local(use(gate_up_lora_->a)), b13 = local(use(gate_up_lora_->b));
+    call.scale13 = gate_up_lora_->scale;
+    weights[6] = local(use(gate_up_lora_->a)), weights[7] = local(use(gate_up_lora_->b));
   }
   if (down_lora_) {
-    call->scale2 = down_lora_->scale;
-    a2_lora = local(use(down_lora_->a)), b2_lora = local(use(down_lora_->b));
+    call.scale2 = down_lora_->scale;
+    weights[8] = local(use(down_lora_->a)), weights[9] = local(use(down_lora_->b));
   }
-  const auto value = [](const MaybeTensor& t) { return t.value_or(at::Tensor()); };
-  const std::vector<at::Tensor> weights{local(w1),      local(w3),     local(w2),  value(b1),
-                                        value(b3),      value(b2),     value(a13), value(b13),
-                                        value(a2_lora), value(b2_lora)};
   const bool needs_gradients = std::any_of(weights.begin(), weights.end(), [](const auto& w) {
     return w.defined() && w.requires_grad();
   });
-  call->sum = raw::sum_for(local(x));
-  call->sink = raw::sink_for(local(x), weights);
-  const bool is_later = !call->sink->is_empty();
+  call.sum = raw::sum_for(local(x));
+  call.sink = raw::sink_for(local(x), weights);
+  const bool is_later = !call.sink->is_empty();
   // Frozen weights need no gradients.
-  call->config.weights_later = is_later || !needs_gradients;
-  const auto given = [is_later](const at::Tensor& w) { return is_later ? w.detach() : w; };
-  for (MaybeTensor* w : {&b1, &b3, &b2, &a13, &b13, &a2_lora, &b2_lora})
-    if (*w) *w = given(**w);
+  call.config.weights_later = is_later || !needs_gradients;
+  for (at::Tensor& w : weights)
+    if (is_later && w.defined()) w = w.detach();
   // The kernel is a linear layer after another, column and row.
   constexpr auto hidden = mix(Op::linear, L, decltype(w1)::layout);
   constexpr auto out = mix(Op::linear, hidden, decltype(w2)::layout);
@@ -236,9 +198,7 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
   constexpr auto in_part = decltype(use(w1_))::layout, in_whole = decltype(use(*b2_))::layout;
   static_assert(mix(Op::linear, mix(Op::linear, L, in_whole), in_part) == hidden);
   static_assert(mix(Op::linear, mix(Op::linear, hidden, in_part), in_whole) == out);
-  return assume<out>(ExpertsFunction::apply(local(x), local(scores_R), given(local(w1)),
-                                            given(local(w3)), given(local(w2)), b1, b3, b2, a13,
-                                            b13, a2_lora, b2_lora, token_R, inverse, call));
+  return assume<out>(run_experts(call, local(x), local(scores_R), weights));
 }
 
 Tensor<Sparse{T, E, P}> Experts::apply_to_rows(const Tensor<Sparse{T, E, R}>& rows_RD,

@@ -10,7 +10,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <tuple>
@@ -20,14 +19,13 @@
 #include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/meta/work.h"
 #include "moesh/kernels/rowwise.h"
+#include "moesh/spmd/attach.h"
 
 namespace moesh::nn {
 namespace {
 
 using kernels::AttentionConfig;
 using kernels::AttentionInput;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // Keys before a query that it sees; nothing: all.
 std::optional<std::int64_t> reach_of(std::int64_t window) {
@@ -94,10 +92,6 @@ FlashOutput run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
   return {std::get<0>(out), std::get<1>(out)};
 }
 
-std::optional<at::Tensor> optional_of(const at::Tensor& t) {
-  return t.defined() ? std::optional(t) : std::nullopt;
-}
-
 // Without a window, documents and keys before the first query cuDNN's kernel does, which is faster
 // on Hopper.
 bool takes_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
@@ -134,67 +128,46 @@ std::vector<at::Tensor> held_in_backward(const at::Tensor& q, const at::Tensor& 
           at::empty(of_heads, k.options())};
 }
 
-class FlashAttention : public torch::autograd::Function<FlashAttention> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const std::optional<at::Tensor>& sinks_h,
-                            const std::optional<at::Tensor>& queries,
-                            const std::optional<at::Tensor>& keys, std::int64_t most_queries,
-                            std::int64_t most_keys, double scale, std::int64_t window) {
-    const at::Tensor sinks = sinks_h.value_or(at::Tensor());
-    const FlashOutput r =
-        kept_or_run(q, k, v, sinks, {queries, keys, most_queries, most_keys}, scale, window);
-    const auto given = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
-    context->save_for_backward(
-        {q, k, v, sinks, r.y, r.lse, given(queries), given(keys), r.seed, r.offset});
-    context->saved_data["scale"] = scale;
-    context->saved_data["window"] = window;
-    context->saved_data["most_queries"] = most_queries;
-    context->saved_data["most_keys"] = most_keys;
-    return r.y;
+// `saved` as flash() has them.
+raw::Tensors gradients(const raw::Tensors& saved, const at::Tensor& dy, const Boundaries& b,
+                       double scale, std::int64_t window) {
+  const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &sinks = saved[3], &y = saved[4],
+                   &lse = saved[5];
+  at::Tensor d_sinks;
+  if (sinks.defined()) d_sinks = kernels::sink_gradient(y, lse, sinks, dy);
+  if (q.is_meta()) {
+    note_attention(q, k, v, b, window, /*is_backward=*/true);
+    const auto held = held_in_backward(q, k, b);
+    return {at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+            at::empty(v.sizes(), v.options()), d_sinks};
   }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &sinks = saved[3], &y = saved[4],
-                     &lse = saved[5];
-    auto& data = context->saved_data;
-    const Boundaries b{.queries = optional_of(saved[6]),
-                       .keys = optional_of(saved[7]),
-                       .most_queries = data["most_queries"].toInt(),
-                       .most_keys = data["most_keys"].toInt()};
-    const at::Tensor dy = grads[0].contiguous();
-    at::Tensor d_sinks;
-    if (sinks.defined()) d_sinks = kernels::sink_gradient(y, lse, sinks, dy);
-    if (q.is_meta()) {
-      note_attention(q, k, v, b, data["window"].toInt(), /*is_backward=*/true);
-      const auto held = held_in_backward(q, k, b);
-      return {at::empty(q.sizes(), q.options()),
-              at::empty(k.sizes(), k.options()),
-              at::empty(v.sizes(), v.options()),
-              d_sinks,
-              {},
-              {},
-              {},
-              {},
-              {},
-              {}};
-    }
-    if (const at::Tensor &seed = saved[8], &offset = saved[9]; seed.defined()) {
-      const at::Tensor none;
-      const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
-          heads_first(dy), heads_first(q), heads_first(k), heads_first(v), heads_first(y),
-          lse.unsqueeze(-1), seed, offset, none, none, none, b.most_queries, b.most_keys, 0.0,
-          /*is_causal=*/true, data["scale"].toDouble());
-      return {heads_first(dq), heads_first(dk), heads_first(dv), d_sinks, {}, {}, {}, {}, {}, {}};
-    }
-    const at::Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // seeds of dropout
-    auto [dq, dk, dv] = at::_flash_attention_backward(
-        dy, q, k, v, y, lse, b.queries.value_or(at::Tensor()), b.keys.value_or(at::Tensor()),
-        b.most_queries, b.most_keys, /*dropout_p=*/0, /*is_causal=*/true, unused, unused,
-        data["scale"].toDouble(), reach_of(data["window"].toInt()), /*window_size_right=*/0);
-    return {dq, dk, dv, d_sinks, {}, {}, {}, {}, {}, {}};
+  if (const at::Tensor &seed = saved[6], &offset = saved[7]; seed.defined()) {
+    const at::Tensor none;
+    const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
+        heads_first(dy), heads_first(q), heads_first(k), heads_first(v), heads_first(y),
+        lse.unsqueeze(-1), seed, offset, none, none, none, b.most_queries, b.most_keys, 0.0,
+        /*is_causal=*/true, scale);
+    return {heads_first(dq), heads_first(dk), heads_first(dv), d_sinks};
   }
-};
+  const at::Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // seeds of dropout
+  const auto [dq, dk, dv] = at::_flash_attention_backward(
+      dy, q, k, v, y, lse, b.queries.value_or(at::Tensor()), b.keys.value_or(at::Tensor()),
+      b.most_queries, b.most_keys, /*dropout_p=*/0, /*is_causal=*/true, unused, unused, scale,
+      reach_of(window), /*window_size_right=*/0);
+  return {dq, dk, dv, d_sinks};
+}
+
+at::Tensor flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const at::Tensor& sinks, const Boundaries& b, double scale, std::int64_t window) {
+  return raw::differentiable({q, k, v, sinks}, [&]() -> raw::Differentiable {
+    const FlashOutput r = kept_or_run(q, k, v, sinks, b, scale, window);
+    return {{r.y},
+            {q, k, v, sinks, r.y, r.lse, r.seed, r.offset},
+            [b, scale, window](const auto& saved, const auto& dy) {
+              return gradients(saved, dy[0].contiguous(), b, scale, window);
+            }};
+  })[0];
+}
 
 // The kernel wants compute capability 8.0, and so does everything that LibTorch would choose for
 // these tensors but for its slow ways. (Asked without a mask, and not as causal: it is not known
@@ -248,7 +221,6 @@ bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
 
 at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {
   const auto rows = [](const at::Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); };
-  const auto sinks = optional_of(in.sinks_h);
   const auto batch = in.q_BLhd.size(0), length = in.q_BLhd.size(1), num_keys = c.start + length,
              window = c.window < in.k_BSgd.size(1) ? c.window : 0;
   // The kernel wants values as wide as keys.
@@ -259,17 +231,16 @@ at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {
     return value_width < width ? y.narrow(3, 0, value_width) : y;
   };
   if (!in.starts_BL.defined())
-    return of_values(FlashAttention::apply(rows(in.q_BLhd), rows(in.k_BSgd), rows(values), sinks,
-                                           optional_of({}), optional_of({}), length, num_keys,
-                                           c.scale, window));
+    return of_values(flash(rows(in.q_BLhd), rows(in.k_BSgd), rows(values), in.sinks_h,
+                           {.most_queries = length, .most_keys = num_keys}, c.scale, window));
   const DocumentBoundaries b = document_boundaries(c, in.starts_BL);
   // No query sees the keys behind the last query.
   const auto flat = [&](const at::Tensor& t, std::int64_t num) {
     return rows(t.narrow(1, 0, num).flatten(0, 1));
   };
-  const at::Tensor y_Thd = FlashAttention::apply(
-      flat(in.q_BLhd, length), flat(in.k_BSgd, num_keys), flat(values, num_keys), sinks,
-      optional_of(b.queries), optional_of(b.keys), length, num_keys, c.scale, window);
+  const at::Tensor y_Thd =
+      flash(flat(in.q_BLhd, length), flat(in.k_BSgd, num_keys), flat(values, num_keys), in.sinks_h,
+            {b.queries, b.keys, length, num_keys}, c.scale, window);
   return of_values(y_Thd.unflatten(0, {batch, length}));
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 #include <utility>
@@ -16,32 +15,16 @@
 
 namespace moesh::nn {
 
-namespace {
-
-class GateFunction : public torch::autograd::Function<GateFunction> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x_TD,
-                            const at::Tensor& gate_ED,
-                            const c10::intrusive_ptr<raw::GradientSum>& sum) {
-    context->save_for_backward({x_TD, gate_ED});
-    if (sum) context->saved_data["sum"] = c10::IValue::make_capsule(sum);
-    return kernels::gate_forward(x_TD, gate_ED);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    auto d = kernels::gate_backward(saved[0], saved[1], grads[0]);
-    if (const auto sum = context->saved_data.find("sum"); sum != context->saved_data.end())
-      c10::static_intrusive_pointer_cast<raw::GradientSum>(sum->second.toCapsule())
-          ->add(std::exchange(d.x_TD, {}));
-    return {std::move(d.x_TD), std::move(d.gate_ED), {}};
-  }
-};
-
-}  // namespace
-
 at::Tensor gate_logits(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
-  return GateFunction::apply(x_TD, gate_ED, raw::sum_for(x_TD));
+  return raw::differentiable({x_TD, gate_ED}, [&]() -> raw::Differentiable {
+    return {{kernels::gate_forward(x_TD, gate_ED)},
+            {x_TD, gate_ED},
+            [sum = raw::sum_for(x_TD)](const auto& saved, const auto& dy) {
+              auto d = kernels::gate_backward(saved[0], saved[1], dy[0]);
+              if (sum) sum->add(std::exchange(d.x_TD, {}));
+              return raw::Tensors{d.x_TD, d.gate_ED};
+            }};
+  })[0];
 }
 
 namespace {

@@ -1,7 +1,6 @@
 #include "moesh/nn/vocabulary.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <limits>
@@ -95,28 +94,21 @@ Loss loss_in_chunks(const at::Tensor& x_ND, const at::Tensor& weight_VD, const a
   return loss;
 }
 
-class LossFunction : public torch::autograd::Function<LossFunction> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*x*/,
-                            const at::Tensor& weight, const at::Tensor& sum, const at::Tensor& dx,
-                            const std::optional<at::Tensor>& dw) {
-    context->save_for_backward({dx, dw.value_or(at::Tensor())});
-    context->saved_data["dtype"] = static_cast<std::int64_t>(weight.scalar_type());
-    return sum.detach();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
-    // In one pass each: nothing of these sizes besides, at the moment when the step holds most.
-    at::Tensor dw;
-    if (saved[1].defined()) {
-      dw = at::empty_like(saved[1], at::TensorOptions(dtype));
-      at::mul_out(dw, saved[1], grads[0]);
-    }
-    return {saved[0].mul_(grads[0]), dw, {}, {}, {}};
-  }
-};
+at::Tensor differentiable_loss(const at::Tensor& x, const at::Tensor& weight, const Loss& loss) {
+  return raw::differentiable({x, weight}, [&]() -> raw::Differentiable {
+    const auto backward = [dtype = weight.scalar_type()](const raw::Tensors& saved,
+                                                         const raw::Tensors& dy) {
+      // In one pass each: nothing of these sizes besides, at the moment when the step holds most.
+      at::Tensor dw;
+      if (saved[1].defined()) {
+        dw = at::empty_like(saved[1], at::TensorOptions(dtype));
+        at::mul_out(dw, saved[1], dy[0]);
+      }
+      return raw::Tensors{saved[0].mul_(dy[0]), dw};
+    };
+    return {{loss.sum.detach()}, {loss.dx, loss.dw}, backward};
+  })[0];
+}
 
 // A frequent word has as many terms as it has places, most of which bfloat16 would lose. CUDA's
 // kernels sum in float32 anyway.
@@ -133,34 +125,23 @@ at::Tensor gradient_of_rows(const at::Tensor& dy, const at::Tensor& index, std::
 // Rows of the weights. Nothing waits for their gradient, so it may be left for later (to the sink):
 // until then the rows' own gradients are kept, which are much smaller. `anchor` leads backward
 // here.
-class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*anchor*/,
-                            const at::Tensor& weight_VD, const at::Tensor& index,
-                            const c10::intrusive_ptr<raw::WeightSink>& sink) {
-    context->saved_data["sink"] = c10::IValue::make_capsule(sink);
-    context->saved_data["index"] = index;
-    context->saved_data["size"] = weight_VD.size(0);
-    return at::embedding(weight_VD, index);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
-        context->saved_data["sink"].toCapsule());
-    const auto gradient = [index = context->saved_data["index"].toTensor(),
-                           size = context->saved_data["size"].toInt(),
-                           dy = grads[0]] { return gradient_of_rows(dy, index, size); };
-    if (sink->is_empty()) return {{}, gradient(), {}, {}};
-    sink->leave([sink, gradient] { sink->give({gradient()}); });
-    return {{}, {}, {}, {}};
-  }
-};
-
 at::Tensor rows_of(const at::Tensor& weight_VD, const at::Tensor& index) {
-  const at::Tensor anchor = at::zeros({0}, weight_VD.options()).requires_grad_(true);
+  at::Tensor anchor = at::zeros({0}, weight_VD.options()).requires_grad_(true);
   const auto sink = raw::sink_for(anchor, {weight_VD});
-  if (sink->is_empty()) return EmbeddingFunction::apply(anchor.detach(), weight_VD, index, sink);
-  return EmbeddingFunction::apply(anchor, weight_VD.detach(), index, sink);
+  const at::Tensor w = sink->is_empty() ? weight_VD : weight_VD.detach();
+  if (sink->is_empty()) anchor = anchor.detach();
+  return raw::differentiable({anchor, w}, [&]() -> raw::Differentiable {
+    const auto backward = [sink, size = w.size(0)](const raw::Tensors& saved,
+                                                   const raw::Tensors& dy) -> raw::Tensors {
+      const auto gradient = [index = saved[0], size, dy = dy[0]] {
+        return gradient_of_rows(dy, index, size);
+      };
+      if (sink->is_empty()) return {{}, gradient()};
+      sink->leave([sink, gradient] { sink->give({gradient()}); });
+      return {};
+    };
+    return {{at::embedding(w, index)}, {index}, backward};
+  })[0];
 }
 
 }  // namespace
@@ -216,11 +197,7 @@ Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
   const auto loss = loss_in_chunks(x.detach(), weight.detach(), labels_N, words,
                                    chunk > 0 ? chunk : loss_chunk(words.most), with_gradients,
                                    weight.requires_grad());
-  return assume<Dense{P, P, I}>(
-      with_gradients
-          ? LossFunction::apply(x, weight, loss.sum, loss.dx,
-                                loss.dw.defined() ? std::optional(loss.dw) : std::nullopt)
-          : loss.sum);
+  return assume<Dense{P, P, I}>(with_gradients ? differentiable_loss(x, weight, loss) : loss.sum);
 }
 
 Tensor<Dense{T, T, R}> best_words(const Tensor<Dense{T, T, R}>& x_ND,

@@ -58,7 +58,42 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   }
 };
 
+struct ByHand : torch::CustomClassHolder {
+  std::vector<std::size_t> places;  // of the inputs that are defined
+  decltype(Differentiable::backward) backward;
+};
+
+class Function : public torch::autograd::Function<Function> {
+ public:
+  static variable_list forward(AutogradContext* context, at::TensorList /*inputs*/,
+                               const c10::intrusive_ptr<ByHand>& call,
+                               const std::function<Differentiable()>& f) {
+    Differentiable made = f();
+    context->save_for_backward(std::move(made.saved));
+    call->backward = std::move(made.backward);
+    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    return std::move(made.results);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto call =
+        c10::static_intrusive_pointer_cast<ByHand>(context->saved_data["call"].toCapsule());
+    variable_list all = call->backward(context->get_saved_variables(), grads), result;
+    for (const auto place : call->places)
+      result.push_back(place < all.size() ? std::move(all[place]) : at::Tensor());
+    result.resize(result.size() + 2);  // nothing for the call and the function
+    return result;
+  }
+};
+
 }  // namespace
+
+Tensors differentiable(const Tensors& inputs, const std::function<Differentiable()>& forward) {
+  auto call = c10::make_intrusive<ByHand>();
+  Tensors defined;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined()) defined.push_back(inputs[i]), call->places.push_back(i);
+  return Function::apply(at::TensorList(defined), call, forward);
+}
 
 namespace {
 

@@ -13,6 +13,20 @@ class WeightsLater;
 
 namespace moesh::raw {
 
+using Tensors = std::vector<at::Tensor>;
+
+/// What a function of tensors makes, and its backward.
+struct Differentiable {
+  Tensors results;
+  /// What backward reads. Nothing else may hold results, or they would never be freed.
+  Tensors saved;
+  /// The gradients of the inputs in their order; undefined, or left out at the end: none.
+  std::function<Tensors(const Tensors& saved, const Tensors& gradients)> backward;
+};
+/// The results of `forward`, which runs without autograd, as a function of the inputs; undefined
+/// ones count in their order.
+Tensors differentiable(const Tensors& inputs, const std::function<Differentiable()>& forward);
+
 /// Gives `out`, computed without autograd as a linear function of x, its gradient: `adjoint` takes
 /// that of out to that of x. Backward calls it once, on every rank, also when no gradient came
 /// (then with zeros): it may hold collectives. `later` is for a weight whose gradient may be left

@@ -14,7 +14,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -96,64 +95,39 @@ at::Tensor stack(const std::vector<at::Tensor>& parts) { return at::stack(parts)
 
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-std::optional<at::Tensor> optional_of(const at::Tensor& t) {
-  return t.defined() ? std::optional(t) : std::nullopt;
-}
-
-class KnownLinear : public torch::autograd::Function<KnownLinear> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
-                            const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& y,
-                            const c10::intrusive_ptr<WeightSink>& sink,
-                            const c10::intrusive_ptr<GradientSum>& sum, const OwnProducts& own) {
-    const bool has_dw = w.requires_grad() || !sink->is_empty();  // else nobody asks for x again
-    context->save_for_backward({has_dw ? x : at::Tensor(), w});
-    if (own) context->saved_data["own"] = c10::IValue::make_capsule(own);
-    if (sum) context->saved_data["sum"] = c10::IValue::make_capsule(sum);
-    context->saved_data["has_bias"] = b.has_value();
-    context->saved_data["sink"] = c10::IValue::make_capsule(sink);
-    if (y) return y->detach();
-    if (!own) return at::linear(x, w, b);
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& b,
+                        const at::Tensor& y, const OwnProducts& own) {
+  const auto sink = sink_for(x, {weight});
+  const auto sum = sum_for(x);
+  const at::Tensor w = sink->is_empty() ? weight : weight.detach();
+  const bool has_dx = x.requires_grad(), has_dw = w.requires_grad();  // not of what is frozen
+  const auto forward = [&] {
+    if (y.defined()) return y.detach();
+    if (!own) return b.defined() ? at::linear(x, w, b) : at::linear(x, w);
     const at::Tensor product = own->forward(x, w);
-    return b ? product + *b : product;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto sink =
-        c10::static_intrusive_pointer_cast<WeightSink>(context->saved_data["sink"].toCapsule());
-    const auto saved = context->get_saved_variables();
-    const at::Tensor rows = grads[0].flatten(0, -2);
-    const auto kept = [&](const char* name) -> c10::intrusive_ptr<torch::CustomClassHolder> {
-      const auto found = context->saved_data.find(name);
-      if (found == context->saved_data.end()) return {};
-      return found->second.toCapsule();
-    };
-    const auto sum = c10::static_intrusive_pointer_cast<GradientSum>(kept("sum"));
-    const auto own = c10::static_intrusive_pointer_cast<LinearProducts>(kept("own"));
+    return b.defined() ? product + b : product;
+  };
+  const auto backward = [sink, sum, own, has_dx, has_dw, has_bias = b.defined()](
+                            const Tensors& saved, const Tensors& dy) -> Tensors {
+    const at::Tensor rows = dy[0].flatten(0, -2);
     at::Tensor dx;
     if (sum && !own)
       sum->add_product(rows, saved[1]);
-    else if (sum || context->needs_input_grad(0))
+    else if (sum || has_dx)
       dx = (own ? own->backward(rows, saved[1]) : rows.mm(saved[1]))
-               .unflatten(0, grads[0].sizes().slice(0, grads[0].dim() - 1));
+               .unflatten(0, dy[0].sizes().slice(0, dy[0].dim() - 1));
     if (sum && own) sum->add(std::exchange(dx, {}));
-    const at::Tensor db = context->saved_data["has_bias"].toBool() ? rows.sum(0) : at::Tensor();
-    const bool has_dw = context->needs_input_grad(1);  // not of what is frozen, or left for later
-    if (sink->is_empty() && !has_dw) return {dx, {}, db, {}, {}, {}, {}};
+    const at::Tensor db = has_bias ? rows.sum(0) : at::Tensor();
+    if (sink->is_empty() && !has_dw) return {dx, {}, db};
     const at::Tensor x = saved[0].detach().flatten(0, -2);
-    if (sink->is_empty()) return {dx, rows.t().mm(x), db, {}, {}, {}, {}};
+    if (sink->is_empty()) return {dx, rows.t().mm(x), db};
     sink->leave([sink, rows, x] { sink->give({rows.t().mm(x)}); });
-    return {dx, {}, db, {}, {}, {}, {}};
-  }
-};
-
-at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
-                        const at::Tensor& y, const OwnProducts& own) {
-  const auto sink = sink_for(x, {w});
-  return KnownLinear::apply(x, sink->is_empty() ? w : w.detach(), optional_of(b), optional_of(y),
-                            sink, sum_for(x), own);
+    return {dx, {}, db};
+  };
+  return differentiable({x, w, b}, [&]() -> Differentiable {
+    const bool asks_for_x = has_dw || !sink->is_empty();
+    return {{forward()}, {asks_for_x ? x : at::Tensor(), w}, backward};
+  })[0];
 }
 
 bool needs_known_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
