@@ -3,18 +3,21 @@
 #include "moesh/train/step.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <limits>
 
 #include "moesh/base/random.h"
+#include "moesh/comm/flight.h"
 #include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/fsdp/reshard.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/rules.h"
 #include "moesh/train/build.h"
+#include "moesh/train/lanes.h"
 #include "tests/expect_error.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
@@ -305,12 +308,34 @@ TEST(Losses, OfOneMoeLayerAreTold) {
   auto config = models::built_in<models::MixtralConfig>("tiny");
   config.num_layers = 1;
   const auto model = models::make_model(config, {.dtype = at::kDouble, .device = test_device()});
-  StepOptions options;
-  options.forward.auxiliary = {.balance_weight = 0.1, .z_weight = 0.2};
-  const Gradients g = accumulate_gradients(*model, {batch_of(current_mesh())}, options);
+  const auto with = [&](double balance, double z) {
+    StepOptions options;
+    options.forward.auxiliary = {.balance_weight = balance, .z_weight = z};
+    return accumulate_gradients(*model, {batch_of(current_mesh())}, options);
+  };
+  const Gradients g = with(0.1, 0.2), whole = with(1, 1);
   EXPECT_GT(g.auxiliary[0], 0);
   EXPECT_GT(g.auxiliary[1], 0);
   EXPECT_NEAR(g.total_loss, g.loss + g.auxiliary[0] + g.auxiliary[1], 1e-12);
+  EXPECT_NEAR(whole.auxiliary[0], 10 * g.auxiliary[0], 1e-12);
+  EXPECT_NEAR(whole.auxiliary[1], 5 * g.auxiliary[1], 1e-12);
+}
+
+TEST(Lanes, HaveWhatTheThreadOfTheRankHas) {
+  const OneRankScope scope;
+  StepState state;
+  const int num_threads = at::get_num_threads();
+  at::set_num_threads(num_threads + 1);
+  std::vector<int> lanes;  // they take turns
+  in_lanes(state, at::kCPU, [&, recorder = comm::flight::current()](int lane, StepState& own) {
+    lanes.push_back(lane);
+    EXPECT_EQ(at::get_num_threads(), num_threads + 1);
+    EXPECT_EQ(comm::flight::current(), recorder);
+    EXPECT_EQ(&own == &state, lane == 0);
+    EXPECT_EQ(current_mesh().size(tp), 1);
+  });
+  at::set_num_threads(num_threads);
+  EXPECT_EQ(lanes, (std::vector{0, 1}));
 }
 
 TEST(QkClip, RefusesWhatItCannotScale) {
