@@ -1,7 +1,7 @@
 """Command lines of moesh without a new process for each: to load LibTorch takes half a second.
 
 run([MOESH, ...]) is subprocess.run with the output as text. Where MOESH is `moesh_served`
-(tests/fuzz/moesh_served.cpp, the same command), one process loads the libraries, and each command
+(tests/moesh_served.cpp, the same command), one process loads the libraries, and each command
 line runs in a fork of it; any other program is started anew each time.
 """
 
