@@ -428,7 +428,7 @@ void run_shape(LayerConfig c, int routing, double seconds, double dense_speed,
   };
   line8("weights8", 0, 3 * 4 * w, [&] { f.weights(); });
   f.forward();
-  if (kernels) {
+  if (what == "kernels") {
     line8("expand8 x", 0, 2 * td + rd, [&] { f.expand_x(); });
     line8("up8", 2 * product, rd + 2 * w + 4 * rf, [&] { f.up(); });
     line8("act8", 0, 5 * rf, [&] { f.act(); });
