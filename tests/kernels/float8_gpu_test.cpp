@@ -290,9 +290,10 @@ TEST(Float8OnGpu, DenseProductsFollowTheDefinition) {
       WeightCodes kept = empty_weight_codes(w);
       write_weight_codes(kept, w);
       EXPECT_TRUE(at::equal(float8_product_with(x, kept, false), float8_product(x, w.t(), 128)));
-      if (N % 16 == 0)
+      if (N % 16 == 0) {
         EXPECT_TRUE(at::equal(float8_product_with(at::ones({M, N}, kBf16), kept, true),
                               float8_product(at::ones({M, N}, kBf16), w, 128)));
+      }
     }
 }
 
