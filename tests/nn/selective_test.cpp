@@ -49,9 +49,10 @@ void expect_the_gradients_of_none(const Inputs& values,
 TEST(Selective, ADenseMlpHasTheGradientsOfNone) {
   at::manual_seed(1);
   // Narrower than it is wide, so that no size stands for another.
-  expect_the_gradients_of_none({at::randn({2, 3, 7}, at::kDouble),
-                                at::randn({2, 3, 7}, at::kDouble), at::randn({4, 7}, at::kDouble)},
-                               [](const Inputs& x) { return swiglu_linear(x[0], x[1], x[2]).first; });
+  expect_the_gradients_of_none(
+      {at::randn({2, 3, 7}, at::kDouble), at::randn({2, 3, 7}, at::kDouble),
+       at::randn({4, 7}, at::kDouble)},
+      [](const Inputs& x) { return swiglu_linear(x[0], x[1], x[2]).first; });
 }
 
 TEST(Selective, AttentionHasTheGradientsOfNone) {

@@ -243,8 +243,8 @@ class ExpertsCall {
                            Rows rows) const {
     if (!a.defined()) return {};
     const LowRank l = low_rank_of(a.size(1), {x}, rows);
-    const at::Tensor d = like(a),
-                     sums = at::empty({low_rank_workspace(l, false)}, a.options().dtype(at::kFloat));
+    const at::Tensor d = like(a), sums = at::empty({low_rank_workspace(l, false)},
+                                                   a.options().dtype(at::kFloat));
     run_("low_rank_da", low_rank_da, l, in(d_low_Rr), floats(sums), out(d));
     return d;
   }
