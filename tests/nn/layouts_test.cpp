@@ -4,8 +4,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include "moesh/comm/nccl/stream.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/mlp.h"
@@ -26,6 +28,9 @@ const std::vector<MeshShape> kMeshes{
 
 template <class Fn>
 void on_mesh(const MeshShape& shape, Fn f) {
+  // Ranks read what this thread has computed, and have streams of their own.
+  if (const at::Device d = test_device(); !d.is_cpu())
+    c10::impl::VirtualGuardImpl(d.type()).synchronizeDevice(comm::existing_device(d).index());
   comm::launch(
       shape.num_ranks(),
       [&](comm::Group& world) {
