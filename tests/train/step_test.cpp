@@ -3,7 +3,6 @@
 #include "moesh/train/step.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
@@ -69,8 +68,6 @@ struct Trainer {
   std::vector<at::Tensor> state() { return state_of(*model, *optimizer); }
 };
 
-// The guard of prefetched weights is their version, which kernels that write through pointers
-// raise.
 TEST(OptionsOfTexts, ATextThatAnOptionDoesNotTakeIsNoDefaultOfIt) {
   Config schedule, recompute, balance, graph;
   schedule.lr_scheduler.kind = "sqrt";
@@ -88,6 +85,8 @@ TEST(OptionsOfTexts, ATextThatAnOptionDoesNotTakeIsNoDefaultOfIt) {
                {"kernels.graph is \"maybe\"", "; it takes "});
 }
 
+// The guard of prefetched weights is their version, which kernels that write through pointers
+// raise.
 TEST(StepAndPrefetch, AnUpdateByAdamWMakesAPrefetchOld) {
   comm::launch(
       2,
@@ -303,6 +302,45 @@ TEST_P(Steps, CopiesAndFreedCastsChangeNoBit) {
   });
 }
 
+TEST(OneStep, TellsCountsAndBiasOfEachLayer) {
+  const OneRankScope scope;
+  Trainer t{current_mesh()};
+  const auto routers = t.model->routers();
+  ASSERT_GT(routers.size(), 1u);
+  for (size_t i = 0; i < routers.size(); ++i) {
+    at::Tensor& bias = routers[i]->expert_bias();
+    bias.copy_(at::arange(bias.numel(), bias.options()) * 0.01 + static_cast<double>(i));
+  }
+  t.options.bias_coeff = 0;  // they stay
+  const Gradients one = t.gradients(),
+                  two = accumulate_gradients(*t.model, {batch_of(t.mesh), batch_of(t.mesh)},
+                                             t.options);
+  ASSERT_EQ(one.counts_E.size(), routers.size());
+  const Update update = t.apply(two);
+  ASSERT_EQ(update.bias.size(), routers.size());
+  for (size_t i = 0; i < routers.size(); ++i) {
+    const std::int64_t num_choices = 2 * 7 * 2;  // tokens, each with two experts
+    EXPECT_EQ(one.counts_E[i].sum().item<std::int64_t>(), num_choices) << i;
+    EXPECT_TRUE(two.counts_E[i].equal(2 * one.counts_E[i])) << i;
+    EXPECT_EQ(update.bias[i].least, routers[i]->expert_bias().min().item<double>()) << i;
+    EXPECT_EQ(update.bias[i].largest, routers[i]->expert_bias().max().item<double>()) << i;
+  }
+}
+
+TEST(OneStep, OfOneTokenMovesTheModel) {
+  const OneRankScope scope;
+  Trainer t{current_mesh()};
+  auto batch = batch_of(t.mesh);
+  batch.labels_BL.slice(1, 1).fill_(-100);
+  batch.labels_BL.select(0, 1).fill_(-100);
+  const auto before = t.state();
+  const Gradients g = accumulate_gradients(*t.model, {batch}, t.options);
+  EXPECT_EQ(g.num_tokens, 1);
+  EXPECT_FALSE(t.apply(g).skipped);
+  const auto after = t.state();
+  EXPECT_FALSE(after[0].equal(before[0]));
+}
+
 TEST(Losses, OfOneMoeLayerAreTold) {
   const OneRankScope scope;
   auto config = models::built_in<models::MixtralConfig>("tiny");
@@ -322,19 +360,20 @@ TEST(Losses, OfOneMoeLayerAreTold) {
 }
 
 TEST(Lanes, HaveWhatTheThreadOfTheRankHas) {
-  const OneRankScope scope;
-  StepState state;
-  const int num_threads = at::get_num_threads();
-  at::set_num_threads(num_threads + 1);
   std::vector<int> lanes;  // they take turns
-  in_lanes(state, at::kCPU, [&, recorder = comm::flight::current()](int lane, StepState& own) {
-    lanes.push_back(lane);
-    EXPECT_EQ(at::get_num_threads(), num_threads + 1);
-    EXPECT_EQ(comm::flight::current(), recorder);
-    EXPECT_EQ(&own == &state, lane == 0);
-    EXPECT_EQ(current_mesh().size(tp), 1);
+  comm::launch(1, [&](comm::Group& world) {
+    const Mesh mesh(world, {});
+    const MeshScope scope(mesh);
+    StepState state;
+    const auto recorder = comm::flight::current();
+    EXPECT_TRUE(recorder);
+    in_lanes(state, at::kCPU, [&](int lane, StepState& own) {
+      lanes.push_back(lane);
+      EXPECT_EQ(comm::flight::current(), recorder);
+      EXPECT_EQ(&own == &state, lane == 0);
+      EXPECT_EQ(&current_mesh(), &mesh);
+    });
   });
-  at::set_num_threads(num_threads);
   EXPECT_EQ(lanes, (std::vector{0, 1}));
 }
 
