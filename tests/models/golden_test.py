@@ -31,7 +31,8 @@ utils.logging.disable_progress_bar()
 
 MODELS = ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss", "qwen2_moe", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "granitemoe",
           "qwen3_next")
-MESHES = ["tp=1", "tp=2", "tp=2,ep=2", "tp=4,ep=2,etp=2", "cp=2", "dp_shard=2,ep=2"]
+# One rank, and eight meshes: seven without cp.
+MESHES = ["tp=1", "tp=2", "pp=2,tp=2,ep=2", "tp=2,ep=2", "cp=2", "tp=4,ep=2,etp=2", "pp=2", "dp_shard=2,ep=2", "dp_replicate=2,tp=2"]
 COMMON = dict(vocab_size=96, hidden_size=32, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
               pad_token_id=None, bos_token_id=None, eos_token_id=None)
 YARN = dict(rope_type="yarn", rope_theta=5000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=16)

@@ -90,6 +90,7 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"optimizer.group.0.lr_scale", 0.25, {"test"}});
   }
   if (settings.take("qk_clip") != 0) more.push_back({"optimizer.qk_clip", 0.02, {"test"}});
+  if (settings.take("muon") != 0) more.push_back({"optimizer.name", std::string("muon"), {"test"}});
   const bool has_copies = settings.take("weight_copies") != 0;
   if (has_copies) {
     more.push_back({"kernels.weight_copies", true, {"test"}});

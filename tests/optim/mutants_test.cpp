@@ -1,5 +1,5 @@
 // Checks that mistakes in the gradient norm and the clip must not pass: against one rank, for
-// parameters of every layout.
+// parameters of every layout; and mistakes in Muon, by its formula.
 
 #include <cmath>
 
@@ -8,6 +8,7 @@
 #include "moesh/optim/rules.h"
 #include "moesh/spmd/ops.h"
 #include "tests/mutants/check.h"
+#include "tests/optim/muon_check.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim {
@@ -82,6 +83,13 @@ const mutants::Provide norm("norm", [](Settings& settings) -> Check {
     const bool counted = std::abs(norm * norm - right * right - replicas) < 1e-10;
     return counted ? "replicas on tp and etp are counted" : "the norm differs";
   };
+});
+
+const mutants::Provide muon("muon", [](Settings& settings) -> Check {
+  const MeshShape shape = settings.take_mesh();
+  MuonConfig config = muon_check::kMuon;
+  config.by_head = settings.take("by_head") != 0;
+  return [=] { return muon_check::complaint(shape, config); };
 });
 
 }  // namespace
