@@ -67,8 +67,8 @@ std::string with_commas_between(const std::set<std::string>& texts) {
 // PEFT takes modules of these names, in models of these types, for the experts that they once were,
 // and passes the linear layers by: it finds those by their parameter.
 bool is_found_as_parameter(const AnyConfig& config, const std::string& name) {
-  static const std::set<std::string> renamed{"deepseek_v2",   "deepseek_v3", "glm4_moe",
-                                             "glm4_moe_lite", "olmoe",       "qwen3_moe"};
+  static const std::set<std::string> renamed{"deepseek_v3", "glm4_moe",  "glm4_moe_lite",
+                                             "olmoe",       "qwen3_moe", "qwen3_next"};
   const bool is_renamed =
       renamed.contains(std::visit([](const auto& c) { return c.kModelType; }, config));
   const std::string last = last_parts(name, 1);
@@ -164,7 +164,7 @@ void check_whole(const formats::SafetensorsFile& file, const Lora& lora,
 
 std::unique_ptr<Model> shapes(const AnyConfig& config, const Lora& lora) {
   const OneRankScope scope;
-  return make_model(config, {.device = at::kMeta, .lora = lora.of()});
+  return make_model(config, {.device = at::kMeta, .lora = lora.of(config)});
 }
 
 }  // namespace
@@ -173,7 +173,7 @@ std::vector<std::string> lora_names(const AnyConfig& config) {
   std::vector<std::string> names;
   const OneRankScope scope;
   make_model(config, {.device = at::kMeta, .lora = [&](const std::string& name) {
-                        names.push_back(library_name(name));
+                        names.push_back(library_name(config, name));
                         return nn::no_lora(name);
                       }});
   return names;
@@ -245,7 +245,7 @@ formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora) {
     const std::string& param = w.spec.name;
     if (!is_of_lora(param)) return;
     const char* part = param.ends_with(nn::kLoraA) ? nn::kLoraA : nn::kLoraB;
-    const std::string name = library_name(without_end(param, part));
+    const std::string name = library_name(config, without_end(param, part));
     table.tensors.push_back(
         is_of_experts(name) ? expert_tensor(wrapper_of(name, lora), w, order)
                             : formats::whole_tensor(on_disk_name(name, part), param, w.spec.shape));
@@ -261,7 +261,7 @@ std::vector<AddedTo> added_to(const AnyConfig& config, const Lora& lora) {
     AddedTo added{.param = name + ".weight",
                   .a = w.spec.name,
                   .b = name + nn::kLoraB,
-                  .scale = lora.scale(lora.targets.at(library_name(name)))};
+                  .scale = lora.scale(lora.targets.at(library_name(config, name)))};
     if (!is_of_experts(name)) return all.push_back(added);
     const bool is_gate_up = name.ends_with(kGateUp);
     const std::string experts = without_end(name, is_gate_up ? kGateUp : kDown) + ".experts";
@@ -309,22 +309,16 @@ double Lora::scale(const Target& target) const {
   return target.alpha / (use_rslora ? std::sqrt(rank) : rank);
 }
 
-nn::LoraOf Lora::of() const {
+nn::LoraOf Lora::of(const AnyConfig& config) const {
   if (!any()) return nn::no_lora;
-  return [lora = *this](const std::string& name) -> std::optional<nn::LoraConfig> {
-    const auto found = lora.targets.find(library_name(name));
+  return [lora = *this, config](const std::string& name) -> std::optional<nn::LoraConfig> {
+    const auto found = lora.targets.find(library_name(config, name));
     if (found == lora.targets.end()) return std::nullopt;
     return nn::LoraConfig{.rank = found->second.rank,
                           .scale = lora.scale(found->second),
                           .zero_b = lora.zero_b,
                           .dropout = lora.dropout};
   };
-}
-
-std::string library_name(const std::string& name) {
-  constexpr std::string_view kOld = ".block_sparse_moe.", kNew = ".mlp.";
-  const auto found = name.find(kOld);
-  return found == std::string::npos ? name : std::string(name).replace(found, kOld.size(), kNew);
 }
 
 bool is_of_lora(const std::string& param) {
