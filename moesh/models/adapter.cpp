@@ -186,6 +186,11 @@ Lora find_targets(const AnyConfig& config, const std::string& targets,
   const auto asked = split(targets);
   MOESH_CHECK(!asked.empty(), ErrorKind::config,
               "lora.targets is empty; name weights, or set it to ", kAllLinear);
+  std::set<std::string> known, chosen;
+  const auto short_name = [](const std::string& name) {
+    return last_parts(name, is_of_experts(name) ? 2 : 1);
+  };
+  for (const auto& name : names) known.insert(short_name(name));
   for (const auto& target : asked) {
     bool is_found = false;
     for (const auto& name : names) {
@@ -193,12 +198,22 @@ Lora find_targets(const AnyConfig& config, const std::string& targets,
       is_found = true;
       lora.targets[name] = {values.rank_of(name), values.alpha_of(name)};
     }
-    std::set<std::string> known;
-    for (const auto& name : names) known.insert(last_parts(name, is_of_experts(name) ? 2 : 1));
     MOESH_CHECK(is_found, ErrorKind::config, "lora.targets has '", target,
                 "', and no weight that LoRA can add to has such a name; the model has ",
                 with_commas_between(known), " (or ", kAllLinear, ": all of them)");
   }
+  for (const auto& [name, target] : lora.targets) chosen.insert(short_name(name));
+  const auto check_used = [&](const char* option, const auto& patterns) {
+    for (const auto& [pattern, value] : patterns)
+      MOESH_CHECK(
+          std::any_of(lora.targets.begin(), lora.targets.end(),
+                      [&](const auto& t) { return formats::matches_end(pattern, t.first); }),
+          ErrorKind::config, option, " has '", pattern,
+          "', which matches the end of no weight that LoRA adds to; these are ",
+          with_commas_between(chosen));
+  };
+  check_used("lora.rank_pattern", values.rank_pattern);
+  check_used("lora.alpha_pattern", values.alpha_pattern);
   return lora;
 }
 
