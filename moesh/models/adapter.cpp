@@ -141,8 +141,29 @@ DiskTensor expert_tensor(const std::string& wrapper, const Stored& w, ExpertOrde
                               : of_param(name, param, {s[1], s[2], s[3], s[0]}, {3, 0, 1, 2}, 2);
 }
 
+std::unique_ptr<Model> shapes(const AnyConfig& config, const Lora& lora) {
+  const OneRankScope scope;
+  return make_model(config, {.device = at::kMeta, .lora = lora.of(config)});
+}
+
+std::set<std::string> modules_of(const AnyConfig& config) {
+  std::set<std::string> modules;
+  shapes(config, {})->each_param([&](Stored& w, bool) {
+    const std::string name = library_name(config, w.spec.name);
+    modules.insert(name.substr(0, name.rfind('.')));
+  });
+  return modules;
+}
+
+// What PEFT has added a tensor of the file to.
+std::string module_of(const std::string& tensor) {
+  const std::string_view prefix = formats::kAdapterPrefix;
+  const std::string name = tensor.starts_with(prefix) ? tensor.substr(prefix.size()) : tensor;
+  return name.substr(0, std::min(name.find(".lora_"), name.find(".base_layer")));
+}
+
 // Every tensor of the file is A or B of a target, and both of each are there.
-void check_whole(const formats::SafetensorsFile& file, const Lora& lora,
+void check_whole(const AnyConfig& config, const formats::SafetensorsFile& file, const Lora& lora,
                  const std::filesystem::path& folder, const std::string& base) {
   std::set<std::string> missing, strange;
   for (const auto& t : file.header().tensors) strange.insert(t.name);
@@ -155,16 +176,21 @@ void check_whole(const formats::SafetensorsFile& file, const Lora& lora,
   MOESH_CHECK(missing.empty(), ErrorKind::data, "'", folder.string(), "' lacks ", missing.size(),
               " tensors, the first of them '", *missing.begin(),
               "': the file is not whole; take the adapter from where it was saved");
+  const auto modules = strange.empty() ? std::set<std::string>{} : modules_of(config);
+  const auto is_of_this_model = [&](const std::string& tensor) {
+    return modules.contains(module_of(tensor));
+  };
+  MOESH_CHECK(
+      strange.empty() || !std::all_of(strange.begin(), strange.end(), is_of_this_model),
+      ErrorKind::data, "'", folder.string(), "' has LoRA on '", module_of(*strange.begin()),
+      "'; moesh supports it on linear layers of attention and MLPs, and on gate_up_proj and "
+      "down_proj of routed experts. Train the adapter without that module, or merge it into the "
+      "model with PEFT (merge_and_unload) and use the merged model");
   MOESH_CHECK(strange.empty(), ErrorKind::data, "'", folder.string(), "' has ", strange.size(),
               " tensors that are for no weight of the model, the first of them '", *strange.begin(),
               "': it is the adapter of another model", base.empty() ? "" : " ('" + base + "')",
               "; name the model that it was trained for");
   MOESH_CHECK(lora.any(), ErrorKind::data, "'", folder.string(), "' has no tensors");
-}
-
-std::unique_ptr<Model> shapes(const AnyConfig& config, const Lora& lora) {
-  const OneRankScope scope;
-  return make_model(config, {.device = at::kMeta, .lora = lora.of(config)});
 }
 
 }  // namespace
@@ -248,7 +274,7 @@ Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder) 
     }
     if (is_there) lora.targets[name] = {values.rank_of(key), values.alpha_of(key)};
   }
-  check_whole(file, lora, folder, values.base_model);
+  check_whole(config, file, lora, folder, values.base_model);
   return lora;
 }
 
