@@ -1,6 +1,7 @@
 #include "moesh/train/loop.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <atomic>

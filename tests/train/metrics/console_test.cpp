@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+#include <optional>
 #include <regex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "moesh/base/log.h"
 #include "moesh/config/merge.h"
