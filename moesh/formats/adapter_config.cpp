@@ -1,5 +1,8 @@
 #include "moesh/formats/adapter_config.h"
 
+#include <algorithm>
+#include <cctype>
+
 #include "moesh/base/error.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/pattern.h"
@@ -11,8 +14,29 @@ template <class T>
 T first_match(const std::vector<std::pair<std::string, T>>& patterns, const std::string& name,
               T otherwise) {
   for (const auto& [pattern, value] : patterns)
-    if (Pattern("^(?:.*\\.)?(?:" + pattern + ")$").is_in(name)) return value;
+    if (matches_end(pattern, name)) return value;
   return otherwise;
+}
+
+std::string json_shown(const JsonValue& value) {
+  const std::string line = to_json_line(value);
+  return line.substr(0, line.size() - 1);
+}
+
+// With most of these names PEFT puts a part of each weight into the first A and B, and computes
+// with the rest of it. Only these leave the model as it is.
+void check_beginning(const JsonValue* json) {
+  if (!json || !std::holds_alternative<std::string>(json->value)) return;
+  std::string name = std::get<std::string>(json->value);
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  MOESH_CHECK(
+      name == "gaussian" || name == "eva" || name == "orthogonal" || name == "mica",
+      ErrorKind::data, "init_lora_weights is ", json_shown(*json),
+      ": PEFT changes the model's weights before it adds A and B, and moesh does not; merge "
+      "the adapter into the model with PEFT (merge_and_unload), or convert it to plain LoRA "
+      "where PEFT can (save_pretrained with path_initial_model_for_weight_conversion: "
+      "PiSSA, OLoRA, CorDA, LoRA-GA)");
 }
 
 // Keys that change the result and are not supported, with the values that have no effect.
@@ -25,14 +49,14 @@ void refuse_others(const JsonValue& json) {
   for (const auto& [key, value] : wanted) {
     const auto* found = json.find(key);
     MOESH_CHECK(!found || found->is_null() || *found == value, ErrorKind::data, key, " is ",
-                to_json_line(*found), "; moesh computes plain LoRA, with ", to_json_line(value));
+                json_shown(*found), "; moesh computes plain LoRA, with ", json_shown(value));
   }
   for (const char* key : {"modules_to_save", "trainable_token_indices", "layer_replication",
                           "alora_invocation_tokens", "target_modules_to_tie", "use_bdlora",
                           "velora_config", "kasa_config", "monteclora_config"}) {
     const auto* found = json.find(key);
     MOESH_CHECK(!found || found->is_null() || *found == JsonValue{JsonList{}}, ErrorKind::data, key,
-                " is ", to_json_line(*found), "; moesh computes plain LoRA, without it");
+                " is ", json_shown(*found), "; moesh computes plain LoRA, without it");
   }
 }
 
@@ -41,8 +65,14 @@ std::vector<std::pair<std::string, T>> read_patterns(const JsonValue& json, cons
                                                      Read read) {
   std::vector<std::pair<std::string, T>> all;
   if (const auto* found = json.find(key); found && !found->is_null())
-    for (const auto& [pattern, value] : found->as_object(key))
+    for (const auto& [pattern, value] : found->as_object(key)) {
+      try {
+        Pattern{pattern};
+      } catch (const Error& e) {
+        throw Error(ErrorKind::data, detail::concat(key, ": ", e.what()));
+      }
       all.emplace_back(pattern, read(value, detail::concat(key, ": ", pattern)));
+    }
   return all;
 }
 
@@ -67,6 +97,10 @@ JsonObject object_of(const std::vector<std::pair<std::string, T>>& patterns) {
 
 }  // namespace
 
+bool matches_end(const std::string& pattern, const std::string& name) {
+  return Pattern("^(?:.*\\.)?(?:" + pattern + ")$").is_in(name);
+}
+
 std::int64_t AdapterConfig::rank_of(const std::string& name) const {
   return first_match(rank_pattern, name, rank);
 }
@@ -80,6 +114,7 @@ AdapterConfig parse_adapter_config(std::string_view text, const std::string& nam
     const auto& type = json.at("peft_type", "it").as_text("peft_type");
     MOESH_CHECK(type == "LORA", ErrorKind::data, "peft_type is '", type, "'; moesh reads LORA");
     refuse_others(json);
+    check_beginning(json.find("init_lora_weights"));
     const auto number = [](const JsonValue& value, const std::string& what) {
       return value.as_number(what);
     };
@@ -99,7 +134,7 @@ AdapterConfig parse_adapter_config(std::string_view text, const std::string& nam
       c.base_model = v->as_text("base_model_name_or_path");
     return c;
   } catch (const Error& e) {
-    throw Error(e.kind(), name + ": " + e.what());
+    throw Error(ErrorKind::data, name + ": " + e.what());
   }
 }
 

@@ -13,12 +13,15 @@ inline constexpr const char* kAdapterConfigFile = "adapter_config.json";
 inline constexpr const char* kAdapterFile = "adapter_model.safetensors";
 inline constexpr const char* kAdapterPrefix = "base_model.model.";  // of every tensor
 
+/// Whether a pattern of rank_pattern or alpha_pattern matches a name, or its end from a dot on.
+bool matches_end(const std::string& pattern, const std::string& name);
+
 struct AdapterConfig {
   std::int64_t rank = 8;
   double alpha = 8;
   bool use_rslora = false;
   double dropout = 0;
-  // By a regular expression that the end of a name matches, from a dot on: other ranks and alphas.
+  // Other ranks and alphas, by a regular expression (matches_end).
   std::vector<std::pair<std::string, std::int64_t>> rank_pattern;
   std::vector<std::pair<std::string, double>> alpha_pattern;
   std::vector<std::string> target_modules;     // names of linear layers, or their ends

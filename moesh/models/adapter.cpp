@@ -67,8 +67,8 @@ std::string with_commas_between(const std::set<std::string>& texts) {
 // PEFT takes modules of these names, in models of these types, for the experts that they once were,
 // and passes the linear layers by: it finds those by their parameter.
 bool is_found_as_parameter(const AnyConfig& config, const std::string& name) {
-  static const std::set<std::string> renamed{"deepseek_v2",   "deepseek_v3", "glm4_moe",
-                                             "glm4_moe_lite", "olmoe",       "qwen3_moe"};
+  static const std::set<std::string> renamed{"deepseek_v3", "glm4_moe",  "glm4_moe_lite",
+                                             "olmoe",       "qwen3_moe", "qwen3_next"};
   const bool is_renamed =
       renamed.contains(std::visit([](const auto& c) { return c.kModelType; }, config));
   const std::string last = last_parts(name, 1);
@@ -141,8 +141,29 @@ DiskTensor expert_tensor(const std::string& wrapper, const Stored& w, ExpertOrde
                               : of_param(name, param, {s[1], s[2], s[3], s[0]}, {3, 0, 1, 2}, 2);
 }
 
+std::unique_ptr<Model> shapes(const AnyConfig& config, const Lora& lora) {
+  const OneRankScope scope;
+  return make_model(config, {.device = at::kMeta, .lora = lora.of(config)});
+}
+
+std::set<std::string> modules_of(const AnyConfig& config) {
+  std::set<std::string> modules;
+  shapes(config, {})->each_param([&](Stored& w, bool) {
+    const std::string name = library_name(config, w.spec.name);
+    modules.insert(name.substr(0, name.rfind('.')));
+  });
+  return modules;
+}
+
+// What PEFT has added a tensor of the file to.
+std::string module_of(const std::string& tensor) {
+  const std::string_view prefix = formats::kAdapterPrefix;
+  const std::string name = tensor.starts_with(prefix) ? tensor.substr(prefix.size()) : tensor;
+  return name.substr(0, std::min(name.find(".lora_"), name.find(".base_layer")));
+}
+
 // Every tensor of the file is A or B of a target, and both of each are there.
-void check_whole(const formats::SafetensorsFile& file, const Lora& lora,
+void check_whole(const AnyConfig& config, const formats::SafetensorsFile& file, const Lora& lora,
                  const std::filesystem::path& folder, const std::string& base) {
   std::set<std::string> missing, strange;
   for (const auto& t : file.header().tensors) strange.insert(t.name);
@@ -155,16 +176,21 @@ void check_whole(const formats::SafetensorsFile& file, const Lora& lora,
   MOESH_CHECK(missing.empty(), ErrorKind::data, "'", folder.string(), "' lacks ", missing.size(),
               " tensors, the first of them '", *missing.begin(),
               "': the file is not whole; take the adapter from where it was saved");
+  const auto modules = strange.empty() ? std::set<std::string>{} : modules_of(config);
+  const auto is_of_this_model = [&](const std::string& tensor) {
+    return modules.contains(module_of(tensor));
+  };
+  MOESH_CHECK(
+      strange.empty() || !std::all_of(strange.begin(), strange.end(), is_of_this_model),
+      ErrorKind::data, "'", folder.string(), "' has LoRA on '", module_of(*strange.begin()),
+      "'; moesh supports it on linear layers of attention and MLPs, and on gate_up_proj and "
+      "down_proj of routed experts. Train the adapter without that module, or merge it into the "
+      "model with PEFT (merge_and_unload) and use the merged model");
   MOESH_CHECK(strange.empty(), ErrorKind::data, "'", folder.string(), "' has ", strange.size(),
               " tensors that are for no weight of the model, the first of them '", *strange.begin(),
               "': it is the adapter of another model", base.empty() ? "" : " ('" + base + "')",
               "; name the model that it was trained for");
   MOESH_CHECK(lora.any(), ErrorKind::data, "'", folder.string(), "' has no tensors");
-}
-
-std::unique_ptr<Model> shapes(const AnyConfig& config, const Lora& lora) {
-  const OneRankScope scope;
-  return make_model(config, {.device = at::kMeta, .lora = lora.of()});
 }
 
 }  // namespace
@@ -173,7 +199,7 @@ std::vector<std::string> lora_names(const AnyConfig& config) {
   std::vector<std::string> names;
   const OneRankScope scope;
   make_model(config, {.device = at::kMeta, .lora = [&](const std::string& name) {
-                        names.push_back(library_name(name));
+                        names.push_back(library_name(config, name));
                         return nn::no_lora(name);
                       }});
   return names;
@@ -186,6 +212,11 @@ Lora find_targets(const AnyConfig& config, const std::string& targets,
   const auto asked = split(targets);
   MOESH_CHECK(!asked.empty(), ErrorKind::config,
               "lora.targets is empty; name weights, or set it to ", kAllLinear);
+  std::set<std::string> known, chosen;
+  const auto short_name = [](const std::string& name) {
+    return last_parts(name, is_of_experts(name) ? 2 : 1);
+  };
+  for (const auto& name : names) known.insert(short_name(name));
   for (const auto& target : asked) {
     bool is_found = false;
     for (const auto& name : names) {
@@ -193,12 +224,22 @@ Lora find_targets(const AnyConfig& config, const std::string& targets,
       is_found = true;
       lora.targets[name] = {values.rank_of(name), values.alpha_of(name)};
     }
-    std::set<std::string> known;
-    for (const auto& name : names) known.insert(last_parts(name, is_of_experts(name) ? 2 : 1));
     MOESH_CHECK(is_found, ErrorKind::config, "lora.targets has '", target,
                 "', and no weight that LoRA can add to has such a name; the model has ",
                 with_commas_between(known), " (or ", kAllLinear, ": all of them)");
   }
+  for (const auto& [name, target] : lora.targets) chosen.insert(short_name(name));
+  const auto check_used = [&](const char* option, const auto& patterns) {
+    for (const auto& [pattern, value] : patterns)
+      MOESH_CHECK(
+          std::any_of(lora.targets.begin(), lora.targets.end(),
+                      [&](const auto& t) { return formats::matches_end(pattern, t.first); }),
+          ErrorKind::config, option, " has '", pattern,
+          "', which matches the end of no weight that LoRA adds to; these are ",
+          with_commas_between(chosen));
+  };
+  check_used("lora.rank_pattern", values.rank_pattern);
+  check_used("lora.alpha_pattern", values.alpha_pattern);
   return lora;
 }
 
@@ -233,7 +274,7 @@ Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder) 
     }
     if (is_there) lora.targets[name] = {values.rank_of(key), values.alpha_of(key)};
   }
-  check_whole(file, lora, folder, values.base_model);
+  check_whole(config, file, lora, folder, values.base_model);
   return lora;
 }
 
@@ -245,7 +286,7 @@ formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora) {
     const std::string& param = w.spec.name;
     if (!is_of_lora(param)) return;
     const char* part = param.ends_with(nn::kLoraA) ? nn::kLoraA : nn::kLoraB;
-    const std::string name = library_name(without_end(param, part));
+    const std::string name = library_name(config, without_end(param, part));
     table.tensors.push_back(
         is_of_experts(name) ? expert_tensor(wrapper_of(name, lora), w, order)
                             : formats::whole_tensor(on_disk_name(name, part), param, w.spec.shape));
@@ -261,7 +302,7 @@ std::vector<AddedTo> added_to(const AnyConfig& config, const Lora& lora) {
     AddedTo added{.param = name + ".weight",
                   .a = w.spec.name,
                   .b = name + nn::kLoraB,
-                  .scale = lora.scale(lora.targets.at(library_name(name)))};
+                  .scale = lora.scale(lora.targets.at(library_name(config, name)))};
     if (!is_of_experts(name)) return all.push_back(added);
     const bool is_gate_up = name.ends_with(kGateUp);
     const std::string experts = without_end(name, is_gate_up ? kGateUp : kDown) + ".experts";
@@ -309,22 +350,16 @@ double Lora::scale(const Target& target) const {
   return target.alpha / (use_rslora ? std::sqrt(rank) : rank);
 }
 
-nn::LoraOf Lora::of() const {
+nn::LoraOf Lora::of(const AnyConfig& config) const {
   if (!any()) return nn::no_lora;
-  return [lora = *this](const std::string& name) -> std::optional<nn::LoraConfig> {
-    const auto found = lora.targets.find(library_name(name));
+  return [lora = *this, config](const std::string& name) -> std::optional<nn::LoraConfig> {
+    const auto found = lora.targets.find(library_name(config, name));
     if (found == lora.targets.end()) return std::nullopt;
     return nn::LoraConfig{.rank = found->second.rank,
                           .scale = lora.scale(found->second),
                           .zero_b = lora.zero_b,
                           .dropout = lora.dropout};
   };
-}
-
-std::string library_name(const std::string& name) {
-  constexpr std::string_view kOld = ".block_sparse_moe.", kNew = ".mlp.";
-  const auto found = name.find(kOld);
-  return found == std::string::npos ? name : std::string(name).replace(found, kOld.size(), kNew);
 }
 
 bool is_of_lora(const std::string& param) {

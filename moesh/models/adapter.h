@@ -32,12 +32,9 @@ struct Lora {
   /// alpha / rank, or alpha / sqrt(rank).
   double scale(const Target& target) const;
   /// The function that a model takes: from the name of a weight to its adapter.
-  nn::LoraOf of() const;
+  nn::LoraOf of(const AnyConfig& config) const;
 };
 
-/// The name in transformers 5 of a weight, or of a parameter of LoRA, by its name here: both are
-/// the same but for Mixtral.
-std::string library_name(const std::string& name);
 /// Whether a parameter of this name is A or B.
 bool is_of_lora(const std::string& param);
 

@@ -65,15 +65,6 @@ void add_mtp(const Config& c, DiskTable& table) {
   };
 }
 
-// The names in transformers 5 of the layers of Mixtral and MiniMax-M2, whose experts it stacks.
-std::string renamed(std::string name, ExpertLayout layout) {
-  constexpr std::string_view kOld = ".block_sparse_moe.";
-  const auto found = name.find(kOld);
-  return layout == ExpertLayout::stacked && found != std::string::npos
-             ? name.replace(found, kOld.size(), ".mlp.")
-             : name;
-}
-
 // A parameter [rows, columns].
 struct NamedMatrix {
   std::string param;
@@ -129,8 +120,8 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
       for (auto& t : tensors(c, experts, layout)) table.tensors.push_back(std::move(t));
     }
   });
-  if (!std::same_as<Config, GraniteMoeConfig>)  // which has one layout
-    for (auto& t : table.tensors) t.name = renamed(t.name, layout);
+  if (layout == ExpertLayout::stacked)
+    for (auto& t : table.tensors) t.name = library_name(c, t.name);
   table.ignored = [tied = c.tie_embeddings](std::string_view name) {
     return is_ignored(name, tied);
   };
@@ -253,6 +244,14 @@ std::optional<LostKey> lost_key(const AnyConfig& config) {
     return LostKey{written[i].name, std::visit(text, read[i].target)};
   }
   return std::nullopt;
+}
+
+std::string library_name(const AnyConfig& config, const std::string& name) {
+  constexpr std::string_view kOld = ".block_sparse_moe.";
+  const auto found = name.find(kOld);
+  return std::holds_alternative<GraniteMoeConfig>(config) || found == std::string::npos
+             ? name
+             : std::string(name).replace(found, kOld.size(), ".mlp.");
 }
 
 formats::ModelOnDisk on_disk(const AnyConfig& config) {

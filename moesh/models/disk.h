@@ -16,6 +16,10 @@ namespace moesh::models {
 /// The name of a router's expert bias in the table of a model.
 std::string expert_bias_name(const std::string& gate_weight);
 
+/// The name in transformers 5 of a parameter, or of a weight, by its name here. Mixtral and
+/// MiniMax-M2 have another one there; Granite keeps the name that the three have here.
+std::string library_name(const AnyConfig& config, const std::string& name);
+
 /// The configuration that a config.json of transformers 4 or 5 describes; throws Error (data) for a
 /// model that moesh does not know, or a variant that it cannot compute. Errors call the text
 /// `name`.

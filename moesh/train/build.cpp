@@ -254,7 +254,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                                    .score_before_experts = score_before_experts(config),
                                    .gpu_kernels = gpu_kernels(config),
                                    .weight_copies = config.kernels.weight_copies,
-                                   .lora = lora(config).of(),
+                                   .lora = lora(config).of(config.model.architecture),
                                    .float8 = float8(config),
                                    .is_frozen = frozen(config).is_frozen(),
                                    .quantization =
@@ -300,8 +300,9 @@ class GroupOfParam {
 std::vector<optim::GroupMatch> group_matches(const Config& config, const GroupOfParam& groups) {
   if (groups.groups().size() == 0) return {};
   const OneRankScope scope;
-  const auto model = models::make_model(config.model.architecture,
-                                        {.device = at::kMeta, .lora = lora(config).of()});
+  const auto model =
+      models::make_model(config.model.architecture,
+                         {.device = at::kMeta, .lora = lora(config).of(config.model.architecture)});
   std::vector<optim::GroupMatch> matches(groups.groups().size());
   std::vector<std::string> names;
   model->each_param([&](Stored& w, bool) {

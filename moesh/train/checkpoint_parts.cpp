@@ -75,11 +75,11 @@ CheckpointParts::CheckpointParts(models::Model& model, const optim::Optimizer& o
 CheckpointParts CheckpointParts::of_whole_model(const Config& config,
                                                 const optim::Optimizer& of_stages) {
   const OneRankScope scope;
-  const auto model =
-      models::make_model(config.model.architecture, {.dtype = scalar_type(config),
-                                                     .device = at::kMeta,
-                                                     .lora = lora(config).of(),
-                                                     .is_frozen = frozen(config).is_frozen()});
+  const auto model = models::make_model(config.model.architecture,
+                                        {.dtype = scalar_type(config),
+                                         .device = at::kMeta,
+                                         .lora = lora(config).of(config.model.architecture),
+                                         .is_frozen = frozen(config).is_frozen()});
   optim::ParamList params;
   model->each_param([&](Stored& w, bool) { params.add(w); });
   const optim::Optimizer of_run(params, of_stages.choose());

@@ -1,6 +1,7 @@
 #include "moesh/train/loop.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <atomic>
@@ -179,6 +180,21 @@ auto of_step(std::int64_t step, const F& f) {
   }
 }
 
+// Of the whole model, of which a rank may have one stage.
+std::optional<std::int64_t> num_trained_parameters(const Config& config) {
+  if (!has_lora(config) && config.training.freeze.empty()) return {};
+  const models::AnyConfig& model = config.model.architecture;
+  const OneRankScope scope;
+  std::int64_t num = 0;
+  models::make_model(model, {.device = at::kMeta,
+                             .lora = lora(config).of(model),
+                             .is_frozen = frozen(config).is_frozen()})
+      ->each_param([&](Stored& w, bool) {
+        if (w.spec.trained) num += c10::multiply_integers(w.spec.shape);
+      });
+  return num;
+}
+
 RunFacts facts_of(const Config& config, const models::Model& model, const CallerInfo& caller,
                   std::int64_t first_step) {
   const int num_ranks = mesh_shape(config).num_ranks();
@@ -193,6 +209,7 @@ RunFacts facts_of(const Config& config, const models::Model& model, const Caller
           .num_ranks = num_ranks,
           .num_parameters = model.num_parameters(),
           .num_active_parameters = model.num_active_parameters(),
+          .num_trained_parameters = num_trained_parameters(config),
           .flops_per_token = model.flops_per_token(config.data.sequence_length),
           .peak_tflops = of_one * std::max(1, processes),
           .estimated_memory = caller.estimated_memory,

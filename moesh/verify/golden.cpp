@@ -148,7 +148,7 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
   checkpoint::check_names(source, table);
   std::vector<checkpoint::TensorPart> parts;
   const OneRankScope scope;
-  const auto shapes = models::make_model(model, {.device = at::kMeta, .lora = added.of()});
+  const auto shapes = models::make_model(model, {.device = at::kMeta, .lora = added.of(model)});
   shapes->each_param([&](Stored& w, bool) {
     if (added.any() && !models::is_of_lora(w.spec.name)) return;
     const auto& shape = w.spec.shape;

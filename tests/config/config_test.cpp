@@ -884,7 +884,12 @@ TEST(Config, LoraHasRanksAndAlphasByName) {
   EXPECT_EQ(targets({"--lora.rank=4", "--lora.alpha=8", "--lora.rank_pattern=q_proj=2,k_proj=3",
                      "--lora.alpha_pattern=v_proj=1.5"}),
             (Found{{"q_proj", {2, 8}}, {"k_proj", {3, 8}}, {"v_proj", {4, 1.5}}}));
-  EXPECT_EQ(targets({"--lora.rank=1", "--lora.rank_pattern=q=2"}).size(), 3u);
+  for (const std::string option : {"lora.rank_pattern", "lora.alpha_pattern"})
+    for (const std::string pattern : {"q", "o_proj", "experts.down_proj"})
+      expect_parts(
+          error_of([&] { targets({"--lora.rank=1", "--" + option + "=" + pattern + "=2"}); },
+                   ErrorKind::config),
+          {option + " has '" + pattern + "'", "no weight", "k_proj, q_proj, v_proj"});
   for (const char* text : {"q_proj", "=2", "q_proj=", "q_proj=x", "q_proj=2x", "q_proj=0", "q=1.5"})
     expect_parts(
         error_of([&] { targets({"--lora.rank=4", std::string("--lora.rank_pattern=") + text}); },

@@ -90,7 +90,10 @@ std::string order_complaint(const std::string& name) {
     ++num_experts;
     const bool is_gate_up = param.find(".gate_up_proj") != std::string::npos,
                is_a = param.ends_with(kA);
-    const std::string wrapper = is_gate_up ? ".experts.base_layer" : ".experts";
+    const std::string layer = name == "llama4"       ? ".feed_forward"
+                              : name == "granitemoe" ? ".block_sparse_moe"
+                                                     : ".mlp";
+    const std::string wrapper = layer + (is_gate_up ? ".experts.base_layer" : ".experts");
     if (!t.name.ends_with(wrapper + (is_a != is_swapped ? kA : kB)))
       return t.name + ": of " + param;
     std::vector<std::int64_t> size;

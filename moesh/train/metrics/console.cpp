@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdarg>
 #include <cstdlib>
+#include <set>
 
 #include "moesh/base/log.h"
 #include "moesh/base/terminal.h"
@@ -76,6 +77,15 @@ std::string bytes_text(double bytes) {
   std::size_t i = 0;
   for (; bytes >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
   return format("%.*f %s", i == 0 ? 0 : 2, bytes, units[i]);
+}
+
+std::string trained_text(const config::Config& config) {
+  if (!config::has_lora(config)) return "training.freeze matches the others";
+  std::set<std::int64_t> ranks;
+  for (const auto& [name, target] : config::lora(config).targets) ranks.insert(target.rank);
+  return ranks.size() == 1
+             ? detail::concat("LoRA of rank ", *ranks.begin())
+             : detail::concat("LoRA of ranks ", *ranks.begin(), " to ", *ranks.rbegin());
 }
 
 }  // namespace
@@ -186,6 +196,10 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
       detail::concat(config::model_title(config), ": ", with_commas(facts.num_parameters),
                      " parameters, ", with_commas(facts.num_active_parameters), " active, ",
                      config.training.dtype, " on ", config.training.device, "\n");
+  if (facts.num_trained_parameters)
+    text += detail::concat("trains ", with_commas(*facts.num_trained_parameters), " of ",
+                           with_commas(facts.num_parameters), " parameters: ", trained_text(config),
+                           "\n");
   text += detail::concat("on ", facts.num_ranks, " rank", s(facts.num_ranks));
   if (facts.num_ranks > 1)
     text += detail::concat(", in two views\n  dense:  ",

@@ -25,6 +25,7 @@ struct RunFacts {
   std::int64_t first_step = 0;  // taken before, by the run that saved the checkpoint
   int num_ranks = 1;
   std::int64_t num_parameters = 0, num_active_parameters = 0;
+  std::optional<std::int64_t> num_trained_parameters = {};  // where some are frozen
   double flops_per_token = 0;
   double peak_tflops = 0;  // of all devices; 0: unknown
   /// The estimated peak memory of a rank in bytes, if it was estimated.

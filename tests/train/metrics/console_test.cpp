@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+#include <optional>
 #include <regex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "moesh/base/log.h"
 #include "moesh/config/merge.h"
@@ -143,6 +146,22 @@ TEST(Console, TheHeaderSaysWhatIsAboutToHappen) {
     EXPECT_NE(header.find(part), std::string::npos) << part << "is not in\n" << header;
   std::istringstream lines(header);
   for (std::string text; std::getline(lines, text);) EXPECT_LE(text.size(), 100u) << text;
+}
+
+TEST(Console, TheHeaderSaysWhatIsTrainedIfNotAll) {
+  const auto header = [](const std::vector<std::string>& args,
+                         std::optional<std::int64_t> num_trained) {
+    return run_header(config::load_config(args),
+                      {.num_parameters = 508800, .num_trained_parameters = num_trained}, "data");
+  };
+  EXPECT_EQ(header({}, {}).find("trains"), std::string::npos);
+  for (const auto& [args, text] : std::map<std::vector<std::string>, std::string>{
+           {{"--lora.rank=4"}, "LoRA of rank 4\n"},
+           {{"--lora.rank=4", "--lora.rank_pattern=o_proj=2"}, "LoRA of ranks 2 to 4\n"},
+           {{"--training.freeze=*norm*"}, "training.freeze matches the others\n"}})
+    EXPECT_NE(header(args, 24064).find("\ntrains 24,064 of 508,800 parameters: " + text),
+              std::string::npos)
+        << text;
 }
 
 }  // namespace
