@@ -554,7 +554,16 @@ def of_the_program(tmp, model):
     (tmp / "good.mask").write_bytes(b"\7" + mask[1:])
     for command in (train, ["inspect", tmp / "good"]):
         assert "byte 0 of its .mask is 7; it takes 1 for a token" in refused(*command)
-    for ending in ("bin", "idx", "moesh.json"):
+    (tmp / "good.mask").unlink()
+    for command in (train, ["inspect", tmp / "good"]):
+        text = refused(*command)
+        assert f"{tmp / 'good'}.mask is missing: it says which tokens are trained on" in text, text
+        assert "or tokenize again. To train on every token, remove" in text, text
+    (tmp / "good.moesh.json").rename(tmp / "kept.json")
+    whole = subprocess.run([os.environ["MOESH"], *map(str, train)], capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    (tmp / "good.mask").write_bytes(mask)
+    for ending in ("bin", "idx"):
         (tmp / f"good.{ending}").unlink()
     try:  # tokens must not get the mask of others
         moesh.tokenize(lines, tokenizer=model, out=tmp / "good")
