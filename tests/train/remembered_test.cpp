@@ -94,7 +94,8 @@ TEST(Remembered, IsWhatChangesTheNumbersOfARun) {
   const std::string last =
       "data.batch_size=5 training.seed=0 training.global_batch_size=0 "
       "training.gradient_accumulation_steps=1 moe.balance_loss_weight=1e-4 "
-      "moe.balance_over=sequence moe.z_loss_weight=0.0 training.mtp_loss_weight=0.3 ";
+      "moe.balance_over=sequence moe.z_loss_weight=0.0 training.mtp_loss_weight=0.3 "
+      "training.freeze= ";
   EXPECT_EQ(remembered_text({"--data.seed=3", "--data.batch_size=5"}),
             "data.fingerprint=F! data.kind=auto! data.sequence_length=64! data.seed=3! "
             "data.shuffle=true! data.packing=cut! data.tokenizer=none! data.document_mask=false "
@@ -107,8 +108,8 @@ TEST(Remembered, IsWhatChangesTheNumbersOfARun) {
             "data.shuffle=true! data.packing=cut! data.tokenizer=none! data.document_mask=true "
             "data.path=" +
                 b + " " + last +
-                "lora.alpha=8.0 lora.use_rslora=false lora.alpha_pattern= lora.dropout=0.0 "
-                "lora.base=compute ");
+                "lora.rank=2 lora.targets=all-linear lora.rank_pattern= lora.alpha=8.0 "
+                "lora.use_rslora=false lora.alpha_pattern= lora.dropout=0.0 lora.base=compute ");
   const std::string of_sources = remembered_text(
       {"--data.source.0.path=" + a, "--data.source.1.path=" + b, "--data.source.1.weight=2.5",
        "--data.batch_size=5", "--model.vocab_size=257"});
