@@ -275,18 +275,6 @@ void check_codes(const ReadJob& job, kernels::Quantization::Format kind, bool is
               " is the largest that is taken): the file is damaged; take another");
 }
 
-// Only the text part, where a model takes text and images.
-void keep_text_model(std::map<std::string, TensorFolder::FolderTensor>& tensors) {
-  if (std::none_of(tensors.begin(), tensors.end(),
-                   [](const auto& entry) { return formats::is_of_text_and_images(entry.first); }))
-    return;
-  std::map<std::string, TensorFolder::FolderTensor> kept;
-  for (const auto& [name, found] : tensors)
-    if (const std::string own = formats::name_in_text_model(name); !own.empty())
-      kept.emplace(own, found);
-  tensors = std::move(kept);
-}
-
 }  // namespace
 
 BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected)
@@ -371,6 +359,19 @@ std::size_t TensorFolder::kept_bytes() const {
   return sum;
 }
 
+void TensorFolder::keep_text_model() {
+  if (std::none_of(tensors_.begin(), tensors_.end(),
+                   [](const auto& entry) { return formats::is_of_text_and_images(entry.first); }))
+    return;
+  std::map<std::string, FolderTensor> kept;
+  for (const auto& [name, found] : tensors_)
+    if (const std::string own = formats::name_in_text_model(name); !own.empty())
+      kept.emplace(own, found);
+    else
+      beside_text_model_.push_back(name);
+  tensors_ = std::move(kept);
+}
+
 void TensorFolder::join_quantized() {
   const bool has_float8 = std::any_of(tensors_.begin(), tensors_.end(), [](const auto& tensor) {
     return tensor.second.info->dtype == formats::Dtype::f8_e4m3;
@@ -424,7 +425,7 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
           ErrorKind::data, "'", index_path.string(), "' says that '", file, "' holds tensor '",
           name, "', and it does not");
     }
-    keep_text_model(result.tensors_);
+    result.keep_text_model();
     result.join_quantized();
     return result;
   }
@@ -432,7 +433,7 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
               "' has neither ", formats::kIndexFile, " nor ", formats::kSingleFile,
               ": it is not a folder of a model in safetensors");
   TensorFolder result(folder, {formats::kSingleFile}, known);
-  keep_text_model(result.tensors_);
+  result.keep_text_model();
   result.join_quantized();
   return result;
 }
@@ -512,17 +513,22 @@ void tell_other_copies(const TensorFolder& folder, const formats::DiskTable& tab
 
 void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table) {
   tell_other_copies(folder, table);
+  const auto tell = [&](const std::vector<std::string>& names, const char* what,
+                        const std::string& cure = "") {
+    if (!names.empty())
+      log_warn("'", folder.path().string(), "' has ", names.size(), " tensors ", what,
+               "; they are left out, and will not be in what is saved: ", listed(names), cure);
+  };
+  tell(folder.beside_text_model(),
+       "beside its text model, such as those of images, and moesh computes only the text model");
   if (!table.left_out) return;
   std::vector<std::string> names;
   std::set<std::string> wanted;
   for (const auto& t : table.tensors) wanted.insert(t.name);
   for (const auto& [name, found] : folder.tensors())
     if (!wanted.contains(name) && table.left_out(name)) names.push_back(name);
-  if (names.empty()) return;
-  log_warn("'", folder.path().string(), "' has ", names.size(),
-           " tensors of layers for multi-token prediction that this model does not compute; they "
-           "are left out, and will not be in what is saved: ",
-           listed(names), table.to_read_them);
+  tell(names, "of layers for multi-token prediction that this model does not compute",
+       table.to_read_them);
 }
 
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model) {

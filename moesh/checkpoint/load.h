@@ -71,6 +71,8 @@ class TensorFolder {
                                     const formats::Manifest& manifest, const std::string& prefix);
 
   const std::map<std::string, FolderTensor>& tensors() const { return tensors_; }
+  /// What a model of text and images has besides its text model, which alone is in `tensors`.
+  const std::vector<std::string>& beside_text_model() const { return beside_text_model_; }
   bool has_quantized() const { return !quantized_.empty(); }
   /// The folder, or the one file.
   const std::filesystem::path& path() const { return path_; }
@@ -80,20 +82,22 @@ class TensorFolder {
  private:
   TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,
                const formats::Manifest* manifest);
+  void keep_text_model();
   void join_quantized();
 
   std::filesystem::path path_;
   std::vector<std::unique_ptr<BlockFile>> files_;
   std::vector<std::unique_ptr<Quantized>> quantized_;
   std::map<std::string, FolderTensor> tensors_;
+  std::vector<std::string> beside_text_model_;
 };
 
 /// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no
 /// others: it lists those that are missing and those that are unexpected.
 void check_names(const TensorFolder& folder, const formats::DiskTable& table);
 /// Warns of tensors in the folder that are not read although they have values of their own: those
-/// that the table leaves out, and copies that differ from the tensor that they should repeat, as
-/// far as a sample of their bytes shows.
+/// that the table leaves out, those of images, and copies that differ from the tensor that they
+/// should repeat, as far as a sample of their bytes shows.
 void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table);
 /// The layout of the experts in the folder; if none fits, check_names of the nearest one throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);

@@ -15,6 +15,7 @@
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
+#include "moesh/formats/manifest.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::formats {
@@ -202,6 +203,18 @@ std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
   return sizes;
 }
 
+// Without its mask a chat would be trained on as a whole.
+void check_has_no_mask(const std::string& prefix) {
+  const std::string path = prefix + ".moesh.json";
+  if (!exists(path)) return;
+  for (const ManifestFile& file : parse_manifest(read_file(path, ErrorKind::data), path).files)
+    MOESH_CHECK(!file.name.ends_with(".mask"), ErrorKind::data, prefix,
+                ".mask is missing: it says which tokens are trained on, and ", path,
+                " lists it; copy it from where ", prefix,
+                ".bin is from, or tokenize again. To train on every token, remove ", path,
+                " as well");
+}
+
 std::string shape_text(std::span<const std::int64_t> sizes) {
   std::string text = "(";
   for (const auto n : sizes) text += detail::concat(n, sizes.size() == 1 ? "," : ", ");
@@ -290,9 +303,9 @@ TokenFile TokenFile::open_indexed(const std::string& path) {
     tokens.mask_ = std::make_shared<const InputFile>(mask);
     MOESH_CHECK(std::cmp_equal(tokens.mask_->size(), tokens.num_tokens_), ErrorKind::data, mask,
                 " has ", tokens.mask_->size(), " bytes, and ", tokens.name_, " has ",
-                tokens.num_tokens_,
-                " tokens: it takes a byte for each; tokenize again, or take the mask away to train "
-                "on every token");
+                tokens.num_tokens_, " tokens: it takes a byte for each; tokenize again");
+  } else {
+    check_has_no_mask(prefix);
   }
   return tokens;
 }

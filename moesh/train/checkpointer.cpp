@@ -15,7 +15,6 @@
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/inspect.h"
-#include "moesh/checkpoint/load.h"
 #include "moesh/comm/flight.h"
 #include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"
@@ -369,6 +368,27 @@ void Checkpointer::notice_changes(const std::filesystem::path& folder,
              " was saved with: ", changes);
 }
 
+void Checkpointer::check_same_are_trained(const checkpoint::TensorFolder& state,
+                                          const formats::DiskTable& table,
+                                          const formats::Manifest& manifest) const try {
+  checkpoint::check_names(state, table);
+} catch (const Error& e) {
+  std::string changes;
+  for (const auto& [key, now, gives_meaning] : remembered(config_, data_fingerprint_)) {
+    const auto before = manifest.extra.find(key);
+    if (std::ranges::find(kTrainedKeys, key) != std::end(kTrainedKeys) &&
+        before != manifest.extra.end() && before->second != now)
+      changes += detail::concat(changes.empty() ? "" : "; ", key, " was '", before->second,
+                                "' and is '", now, "'");
+  }
+  if (changes.empty()) throw;
+  const std::string folder = state.path().string();
+  throw Error(ErrorKind::config,
+              detail::concat("'", folder, "' was saved by a run that trained other tensors: ",
+                             changes, "; set it back, or begin anew in another checkpoint.folder",
+                             has_lora(config_) ? "" : ": checkpoint.initial_load=" + folder));
+}
+
 Position Checkpointer::load_checkpoint(const std::filesystem::path& folder,
                                        const Heartbeat& heartbeat) {
   const at::NoGradGuard no_grad;
@@ -391,22 +411,23 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder,
                   ? "' was saved by a run with LoRA, and this one has none; set lora.rank as it was"
                   : "' was saved by a run without LoRA, and this one has it; leave out [lora]",
               ", or choose another checkpoint.folder");
-  if (is_adapter) {
-    load_initial_weights(config_, model_, heartbeat);  // of what is frozen nothing is saved
-    load_adapter(folder, config_, model_, heartbeat);
-  } else {
-    load_weights(folder, config_, model_, heartbeat);
-  }
-
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
-  std::vector<at::Tensor> counts;
-  for (auto* router : model_.routers())
-    counts.push_back(at::empty_like(local(router->pending_counts())));
   const auto is_kept = [&](const TensorPart& part) {
     return source.tensors().contains(master_name(part.name));
   };
   const auto table = own_names(whole_->state(is_kept));
-  checkpoint::check_names(source, table);
+  if (is_adapter) {
+    check_same_are_trained(source, table, manifest);
+    load_initial_weights(config_, model_, heartbeat);  // of what is frozen nothing is saved
+    load_adapter(folder, config_, model_, heartbeat);
+  } else {
+    load_weights(folder, config_, model_, heartbeat);
+    check_same_are_trained(source, table, manifest);
+  }
+
+  std::vector<at::Tensor> counts;
+  for (auto* router : model_.routers())
+    counts.push_back(at::empty_like(local(router->pending_counts())));
   checkpoint::Loader(source, table)
       .load(CheckpointParts(model_, optimizer_, counts).state(is_kept), heartbeat);
 

@@ -11,6 +11,7 @@
 
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
+#include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/config/config.h"
 #include "moesh/models/model.h"
@@ -73,6 +74,10 @@ class Checkpointer {
   /// Warns of what is another than in the run that saved, and throws Error (config) where the
   /// position in the data would mean nothing, unless checkpoint.accept_changes.
   void notice_changes(const std::filesystem::path& folder, const formats::Manifest& manifest) const;
+  // The optimizer's state has the tensors of `table`; if not, the keys are named that explain it.
+  void check_same_are_trained(const checkpoint::TensorFolder& state,
+                              const formats::DiskTable& table,
+                              const formats::Manifest& manifest) const;
   Position load_checkpoint(const std::filesystem::path& folder,
                            const checkpoint::Heartbeat& heartbeat);
   /// Nothing, and what is wrong, where the checkpoint is damaged.

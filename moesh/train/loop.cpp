@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -19,9 +20,11 @@
 #include "moesh/checkpoint/agree.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/observers.h"
+#include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/float8.h"
 #include "moesh/kernels/gpu_kernels.h"
+#include "moesh/optim/rule.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
@@ -81,6 +84,29 @@ void warn_of_few_micro_batches(const Config& config) {
            std::lround(100 * pipeline::simulate(schedule).bubble_fraction()),
            " % of the time; set training.gradient_accumulation_steps to ", degree,
            " or more, or raise training.global_batch_size");
+}
+
+// Keys that are not as they are by default, and that this run does not read.
+void warn_of_keys_without_effect(const Config& config) {
+  const auto warn = [&](const std::string& key, const std::string& why) {
+    const config::Option& o = *config::find_option(key);
+    if (o.get(config) != o.default_in(config))
+      log_warn(describe_option(config, key), ", which has no effect: ", why);
+  };
+  if (num_mtp_layers(config) == 0)
+    warn("training.mtp_loss_weight",
+         "the model has no layers for multi-token prediction (model.num_mtp_layers)");
+  const optim::RuleKind& kind = optim::find_rule(config.optimizer.name);
+  std::set<std::string> read(kind.keys.begin(), kind.keys.end()), others;
+  if (kind.is_for)
+    for (const std::string& key : optim::find_rule(kind.rule_of_others).keys) read.insert(key);
+  for (const optim::RuleKind& other : optim::rule_kinds())
+    for (const std::string& key : other.keys)
+      if (!read.contains(key)) others.insert(key);
+  for (const std::string& key : others)
+    warn("optimizer." + key, describe_option(config, "optimizer.name"));
+  if (read.contains("muon_by_head") && !config::model_value(config, "model.kv_lora_rank"))
+    warn("optimizer.muon_by_head", config.model.name + " has no multi-head latent attention");
 }
 
 void warn_of_no_overlap(const Config& config) {
@@ -256,6 +282,7 @@ void tell_before_first_step(const Config& config) {
   warn_of_bias_kept_apart(config);
   warn_of_few_micro_batches(config);
   warn_of_no_overlap(config);
+  warn_of_keys_without_effect(config);
   warn_of_other_dropout(config);
   warn_of_slow_float8(config);
   if (config.lora.base != "compute")

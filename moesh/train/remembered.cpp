@@ -80,6 +80,8 @@ std::vector<CheckpointSetting> remembered(const Config& config,
         "training.gradient_accumulation_steps", "moe.balance_loss_weight", "moe.balance_over",
         "moe.z_loss_weight", "training.mtp_loss_weight"})
     add(name, false);
+  for (const char* name : kTrainedKeys)
+    if (has_lora(config) || !std::string_view(name).starts_with("lora.")) add(name, false);
   if (has_lora(config))
     for (const char* name :
          {"lora.alpha", "lora.use_rslora", "lora.alpha_pattern", "lora.dropout", "lora.base"})

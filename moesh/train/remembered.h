@@ -14,6 +14,10 @@ struct CheckpointSetting {
   bool gives_position_its_meaning;  // else the position in the data would be one in other data
 };
 
+/// Keys that say what is trained: a run with others has other state, and cannot resume.
+inline constexpr const char* kTrainedKeys[] = {"training.freeze", "lora.rank", "lora.targets",
+                                               "lora.rank_pattern"};
+
 /// `data_fingerprint` is that of the data as the run began.
 std::vector<CheckpointSetting> remembered(const config::Config& config,
                                           const std::string& data_fingerprint);

@@ -28,11 +28,11 @@ SHAREGPT_ROLES = {
     "observation": "tool", "tool": "tool", "function_response": "tool",
     "function_call": "assistant",
 }
-USUAL_ROLES = {"system", "developer", "user", "assistant", "tool"}
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                   "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 OLDEST_JINJA = (3, 1, 6)  # those before it let a template out of the sandbox
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # to each rendering
 CURE = ("give it a template with {% generation %} around what the assistant says (--chat-template "
         "FILE), or leave the conversation out (--on-error=skip)")
 
@@ -119,6 +119,7 @@ class Template:
     def __init__(self, source, name, variables):
         jinja2 = self.jinja2 = _jinja()
         self.name, self.variables = name, variables
+        self.own_variables = {}  # of the conversation that is rendered
         self.written, self.marks = [], []  # of the conversation that is rendered
         environment = _environment(
             jinja2, lambda text: self.marks.append((sum(map(len, self.written)), text)))
@@ -139,7 +140,7 @@ class Template:
         try:
             for block in self.template.generate(
                     messages=messages, tools=tools, documents=None, add_generation_prompt=prompt,
-                    **self.variables):
+                    **{**self.variables, **self.own_variables}):
                 self.written.append(block)
         except self.jinja2.TemplateError as wrong:
             _refuse(f"the template ({self.name}) refuses it: {wrong.message or wrong}")
@@ -229,6 +230,17 @@ class Conversation:
         self.messages = [_alias_reasoning(message) for message in messages]
         self.tools = tools
         self.num_prompt = num_prompt  # messages at the beginning that are only read
+        self.only_read = {i for i, message in enumerate(messages) if _is_only_read(i, message)}
+        self.variables = {}  # of its template
+
+
+def _is_only_read(number, message):
+    """As "weight": 0 (OpenAI) or "train": false says."""
+    for key in ("weight", "train"):
+        if message.get(key) not in (None, 0, 1):
+            _refuse(f'message {number} has "{key}": {message[key]!r}; it takes 1 or true for a '
+                    "message that is trained on as --roles says, 0 or false for one that is not")
+    return any(message.get(key) == 0 for key in ("weight", "train"))
 
 
 class Reader:
@@ -252,7 +264,20 @@ class Reader:
         if not isinstance(line, dict):
             _refuse(f"this line is a JSON {_kind(line)}; each line is one conversation, an object "
                     'such as {"messages": [...]}')
-        return getattr(self, "_" + self._format_of(line))(line)
+        chat = getattr(self, "_" + self._format_of(line))(line)
+        if isinstance(chat, Conversation):
+            chat.variables = self._variables(line)
+        return chat
+
+    def _variables(self, line):
+        given = line.get("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            _refuse(f'"chat_template_kwargs" is a JSON {_kind(given)}; it must be an object of '
+                    'variables of the template, such as {"enable_thinking": false}')
+        for name in GIVEN & given.keys():
+            _refuse(f'"chat_template_kwargs" has "{name}", which each conversation has itself; '
+                    "leave it out")
+        return given
 
     def _format_of(self, line):
         for name, (needed, _) in FORMATS.items():
@@ -346,7 +371,7 @@ class Reader:
             message = {"role": role, "content": turn[said]}
             if turn[speaker] == "function_call":
                 message = {"role": role, "content": "", "tool_calls": _calls(turn[said], number)}
-            messages.append(message)
+            messages.append({**message, **{k: turn[k] for k in ("weight", "train") if k in turn}})
         return Conversation(messages, self._tools(line))
 
     def _alpaca(self, line):
@@ -535,31 +560,71 @@ class Renderer:
         template = self.templates["default"]
         if tools is not None:
             template = self.templates.get("tool_use", template)
+        template.own_variables = chat.variables
         text, marks = template.render(messages, tools)
-        self._check_roles(template, messages, tools, text)
+        _check_all_is_written(template, messages, tools, text)
         by_marks = template.has_generation and "assistant" in self.roles
         spans = []
         if by_marks:
-            prompt = messages[:chat.num_prompt]
-            spans += marks[len(template.render(prompt, tools)[1]) if prompt else 0:]
+            def num_marks(num_messages):
+                before = messages[:num_messages]
+                return len(template.render(before, tools)[1]) if before else 0
+
+            left_out = set(range(num_marks(chat.num_prompt)))
+            for i in chat.only_read:
+                if messages[i]["role"] == "assistant":
+                    left_out.update(range(num_marks(i), num_marks(i + 1)))
+            spans += [mark for i, mark in enumerate(marks) if i not in left_out]
         turns = Turns(template, self.tokenizer, messages, tools, text)
         for i in range(chat.num_prompt, len(messages)):
             role = messages[i]["role"]
-            if role in self.roles and not (by_marks and role == "assistant"):
+            if (role in self.roles and i not in chat.only_read
+                    and not (by_marks and role == "assistant")):
                 span = turns.begin(i), turns.end(i)
                 if span[0] > span[1]:
                     turns._refuse(i, "it ends before it begins")
                 spans.append(span)
         return text, sorted(spans)
 
-    def _check_roles(self, template, messages, tools, text):
-        """A role that the template does not know would be left out without a word."""
-        for i, message in enumerate(messages):
-            if message["role"] in USUAL_ROLES or len(messages) == 1:
-                continue
-            if template.render(messages[:i] + messages[i + 1:], tools)[0] == text:
-                _refuse(f"the template writes nothing of message {i}, whose role is "
-                        f"'{message['role']}'; roles are usually {', '.join(sorted(USUAL_ROLES))}")
+
+def _check_all_is_written(template, messages, tools, text):
+    """A message whose role the template does not know would be left out without a word. Of what the
+    assistant says a template may leave something out: thinking."""
+    mark = "Q7w"
+    while mark in text:
+        mark += "q"
+
+    def changed(places, change):
+        return [{**message, "content": _changed(message["content"], change(i))} if i in places
+                else message for i, message in enumerate(messages)]
+
+    def render(changed_messages):
+        try:
+            return template.render(changed_messages, tools)[0]
+        except _moesh.Error:  # such a text is not taken: it is read
+            return None
+
+    asked = [i for i, message in enumerate(messages)
+             if message["role"] != "assistant" and _changed(message.get("content"), str)]
+    marked = render(changed(asked, lambda i: lambda said: f"{said} {mark}{i}e")) or ""
+    for i in asked:
+        if (f"{mark}{i}e" not in marked
+                and render(changed([i], lambda _: lambda said: mark)) == text):
+            _refuse(f"the template writes nothing of message {i}, whose role is "
+                    f"'{messages[i]['role']}'; give it a role that the template writes, or name "
+                    "another template (--chat-template FILE)")
+
+
+def _changed(content, change):
+    """A content with its text changed, in the last of its parts that has any; None if none has."""
+    if isinstance(content, str):
+        return change(content) if content.strip() else None
+    for i, part in reversed(list(enumerate(content if isinstance(content, list) else []))):
+        text = _changed(part.get("text") if isinstance(part, dict) else part, change)
+        if text:
+            part = {**part, "text": text} if isinstance(part, dict) else text
+            return [*content[:i], part, *content[i + 1:]]
+    return None
 
 
 def _value(text):

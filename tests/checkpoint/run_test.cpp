@@ -600,6 +600,27 @@ TEST(AnotherModel, IsNamedByTheKeysThatDiffer) {
                {"holds another model", "model.nope_step = 4"});
 }
 
+TEST(AnotherRun, IsNamedByTheKeysThatSayWhatIsTrained) {
+  const TemporaryFolder folder;
+  const auto refused = [&](const char* name, const Args& before, const Args& now,
+                           const std::vector<std::string>& parts) {
+    const auto go = [&](const char* steps, Args args) {
+      args.push_back(steps);
+      run(folder.path() / name, "tp=1", args);
+    };
+    go("--steps=1", before);
+    expect_parts(error_of([&] { go("--steps=2", now); }, ErrorKind::config), parts);
+  };
+  refused("freeze", {}, {"--training.freeze=*.gate.weight"},
+          {"trained other tensors: training.freeze was '' and is '*.gate.weight'; set it back",
+           "checkpoint.initial_load="});
+  refused("rank", {"--lora.rank=2"}, {"--lora.rank=3"},
+          {"trained other tensors: lora.rank was '2' and is '3'; set it back",
+           "in another checkpoint.folder"});
+  refused("targets", {"--lora.rank=2"}, {"--lora.rank=2", "--lora.targets=o_proj"},
+          {"lora.targets was 'all-linear' and is 'o_proj'"});
+}
+
 TEST(AnotherRun, IsNotBegunInTheFolderOfOne) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "tp=1", {"--steps=3"});

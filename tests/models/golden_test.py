@@ -235,7 +235,10 @@ def published_llama4_holds(tmp, seed):
     out = run(MOESH, "verify", "--golden", golden, "--model", f"hf:{folder}", "--mesh", "tp=2,ep=2")
     assert "holds" in out, out
     # As a folder of the text model, which transformers opens without a word of images.
-    run(MOESH, "convert", folder, tmp / "text", "--layout", "stacked")
+    done = served.run([MOESH, "convert", folder, tmp / "text", "--layout", "stacked"])
+    assert done.returncode == 0, done.stderr
+    beside = len(all_tensors(folder)) - len(all_tensors(tmp / "text"))
+    assert f"has {beside} tensors beside its text model" in done.stderr and "vision_model." in done.stderr, done.stderr
     _, info = AutoModelForCausalLM.from_pretrained(tmp / "text", output_loading_info=True)
     assert not any(info.values()), info
     out = run(MOESH, "verify", "--golden", golden, "--model", f"hf:{tmp / 'text'}")

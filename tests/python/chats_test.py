@@ -341,6 +341,37 @@ def formats(tmp):
         "system gay:be2user gay:a2assistant gay:[b2]"], trained_texts(folder, tmp / "calls")
 
 
+def messages_that_are_only_read(tmp):
+    """By their own weight or train, with {% generation %} and without, and variables of a line."""
+    user, answers = {"role": "user", "content": "a"}, [{"role": "assistant", "content": "b"},
+                                                       {"role": "assistant", "content": "c"}]
+    body = "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'A' + mood }}BEGIN" \
+           "{{ m.content }};END{% else %}U{{ m.content }}{% endif %}{% endfor %}" \
+           "{% if add_generation_prompt %}{{ 'A' + mood }}{% endif %}"
+    for name, begin, end in (("marked", "{% generation %}", "{% endgeneration %}"),
+                             ("plain", "", "")):
+        template = body.replace("BEGIN", begin).replace("END", end)
+        folder = small_folder(tmp / name, template)
+        for key in ("weight", "train"):
+            def line(first, second, **more):
+                return {"messages": [user, {**answers[0], **first}, user, {**answers[1], **second}],
+                        "chat_template_kwargs": {"mood": "+"}, **more}
+            path = write_lines(tmp / f"{name}-{key}.jsonl", [
+                line({}, {}), line({key: 0}, {key: 1}), line({key: None}, {key: False}),
+                line({key: False}, {key: 0}),
+                line({}, {key: 0}, chat_template_kwargs={"mood": "-"}),
+                {"conversations": [{"from": "human", "value": "a"},
+                                   {"from": "gpt", "value": "b", key: 0},
+                                   {"from": "human", "value": "a"},
+                                   {"from": "gpt", "value": "c"}]}])
+            done = moesh.tokenize(path, tokenizer=folder, out=tmp / f"{name}-{key}",
+                                  template_variable={"mood": "="})
+            assert done["without_trained_tokens"] == 1, done
+            found = trained_texts(folder, tmp / f"{name}-{key}")
+            assert found == ["UaA+[b;]UaA+[c;]", "UaA+b;UaA+[c;]", "UaA+[b;]UaA+c;",
+                             "UaA-[b;]UaA-c;", "UaA=b;UaA=[c;]"], (name, key, found)
+
+
 def counts_and_resumes(tmp):
     """What is left out is counted and named; a run that stopped goes on; the files check."""
     folder = small_folder(tmp)
@@ -422,6 +453,19 @@ BAD = [  # what is wrong, the line, what it says, options (template: of the fold
      'message 2 (user) has no "content" and no "tool_calls"; an empty answer is ""', {}),
     ("a role that the template leaves out", {"messages": [{"role": "bot", "content": "x"}, *TURNS]},
      "the template writes nothing of message 0, whose role is 'bot'", {"template": CHATML}),
+    ("a usual role that the template leaves out",
+     {"messages": [{"role": "developer", "content": "x"}, *TURNS]},
+     "the template writes nothing of message 0, whose role is 'developer'", {"template": CHATML}),
+    ("a tool's answer that the template leaves out",
+     {"messages": [*TURNS, {"role": "tool", "content": [{"type": "text", "text": "a"}]}, *TURNS]},
+     "the template writes nothing of message 2, whose role is 'tool'", {"template": CHATML}),
+    ("a weight that is a part", {"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]},
+     'message 1 has "weight": 0.5; it takes 1 or true', {}),
+    ("variables that are not an object", {"messages": TURNS, "chat_template_kwargs": [1]},
+     '"chat_template_kwargs" is a JSON list; it must be an object', {}),
+    ("variables that are the messages",
+     {"messages": TURNS, "chat_template_kwargs": {"messages": []}},
+     '"chat_template_kwargs" has "messages", which each conversation has itself', {}),
     ("an unknown speaker", {"conversations": [{"from": "me", "value": "a"}]},
      "turn 0 is \"from\": 'me'; it takes human, user, gpt", {}),
     ("a history that is not pairs", {"instruction": "a", "output": "b", "history": [["x"]]},
@@ -510,7 +554,16 @@ def of_the_program(tmp, model):
     (tmp / "good.mask").write_bytes(b"\7" + mask[1:])
     for command in (train, ["inspect", tmp / "good"]):
         assert "byte 0 of its .mask is 7; it takes 1 for a token" in refused(*command)
-    for ending in ("bin", "idx", "moesh.json"):
+    (tmp / "good.mask").unlink()
+    for command in (train, ["inspect", tmp / "good"]):
+        text = refused(*command)
+        assert f"{tmp / 'good'}.mask is missing: it says which tokens are trained on" in text, text
+        assert "or tokenize again. To train on every token, remove" in text, text
+    (tmp / "good.moesh.json").rename(tmp / "kept.json")
+    whole = subprocess.run([os.environ["MOESH"], *map(str, train)], capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    (tmp / "good.mask").write_bytes(mask)
+    for ending in ("bin", "idx"):
         (tmp / f"good.{ending}").unlink()
     try:  # tokens must not get the mask of others
         moesh.tokenize(lines, tokenizer=model, out=tmp / "good")
@@ -521,7 +574,8 @@ def of_the_program(tmp, model):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        for case in (against_transformers, formats, counts_and_resumes, bad_input):
+        for case in (against_transformers, formats, messages_that_are_only_read, counts_and_resumes,
+                     bad_input):
             folder = pathlib.Path(name, case.__name__)
             folder.mkdir()
             case(folder, *(sys.argv[1:] if case is against_transformers else []))

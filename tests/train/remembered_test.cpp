@@ -11,6 +11,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/formats/checksum.h"
 #include "tests/checkpoint/support.h"
+#include "tests/support.h"
 
 namespace moesh::train {
 namespace {
@@ -93,7 +94,8 @@ TEST(Remembered, IsWhatChangesTheNumbersOfARun) {
   const std::string last =
       "data.batch_size=5 training.seed=0 training.global_batch_size=0 "
       "training.gradient_accumulation_steps=1 moe.balance_loss_weight=1e-4 "
-      "moe.balance_over=sequence moe.z_loss_weight=0.0 training.mtp_loss_weight=0.3 ";
+      "moe.balance_over=sequence moe.z_loss_weight=0.0 training.mtp_loss_weight=0.3 "
+      "training.freeze= ";
   EXPECT_EQ(remembered_text({"--data.seed=3", "--data.batch_size=5"}),
             "data.fingerprint=F! data.kind=auto! data.sequence_length=64! data.seed=3! "
             "data.shuffle=true! data.packing=cut! data.tokenizer=none! data.document_mask=false "
@@ -106,8 +108,8 @@ TEST(Remembered, IsWhatChangesTheNumbersOfARun) {
             "data.shuffle=true! data.packing=cut! data.tokenizer=none! data.document_mask=true "
             "data.path=" +
                 b + " " + last +
-                "lora.alpha=8.0 lora.use_rslora=false lora.alpha_pattern= lora.dropout=0.0 "
-                "lora.base=compute ");
+                "lora.rank=2 lora.targets=all-linear lora.rank_pattern= lora.alpha=8.0 "
+                "lora.use_rslora=false lora.alpha_pattern= lora.dropout=0.0 lora.base=compute ");
   const std::string of_sources = remembered_text(
       {"--data.source.0.path=" + a, "--data.source.1.path=" + b, "--data.source.1.weight=2.5",
        "--data.batch_size=5", "--model.vocab_size=257"});
@@ -116,6 +118,41 @@ TEST(Remembered, IsWhatChangesTheNumbersOfARun) {
             std::string::npos)
       << of_sources;
   EXPECT_EQ(of_sources.find("synthetic"), std::string::npos) << of_sources;
+}
+
+// What a run of one step says beside its numbers.
+std::string said_of_run(const std::vector<std::string>& args) {
+  const TemporaryFolder folder;
+  testing::internal::CaptureStderr();
+  auto all = args;
+  all.push_back("--steps=1");
+  run(folder.path() / "c", "tp=1", all);
+  return testing::internal::GetCapturedStderr();
+}
+
+TEST(KeysWithoutEffect, AreNamed) {
+  const std::string adamw = said_of_run(
+      {"--training.mtp_loss_weight=0.5", "--optimizer.muon_momentum=0.5",
+       "--optimizer.nesterov=false", "--optimizer.momentum=0.5", "--optimizer.beta1=0.8"});
+  expect_parts(adamw, {"training.mtp_loss_weight is 0.5 (command line), which has no effect: the "
+                       "model has no layers for multi-token prediction",
+                       "optimizer.muon_momentum is 0.5 (command line), which has no effect: "
+                       "optimizer.name is \"adamw\"",
+                       "optimizer.nesterov is false", "optimizer.momentum is 0.5"});
+  EXPECT_EQ(adamw.find("beta1"), std::string::npos) << adamw;
+  const std::vector<std::string> muon{"--optimizer.name=muon", "--optimizer.muon_by_head=true"};
+  auto grouped = muon;
+  grouped.push_back("--model=qwen3_moe:tiny");
+  expect_parts(said_of_run(grouped),
+               {"optimizer.muon_by_head is true (command line), which has no effect: qwen3_moe has "
+                "no multi-head latent attention"});
+  auto latent = muon;
+  for (const char* option :
+       {"--model=deepseek_v3:tiny", "--model.num_mtp_layers=1", "--training.mtp_loss_weight=0.5",
+        "--optimizer.beta1=0.8", "--optimizer.nesterov=false"})
+    latent.push_back(option);
+  const std::string all_read = said_of_run(latent);
+  EXPECT_EQ(all_read.find("no effect"), std::string::npos) << all_read;
 }
 
 }  // namespace
