@@ -78,6 +78,33 @@ std::int64_t num_elements(const Sizes& sizes) {
   return n;
 }
 
+// f(piece, its first index of the outermost dimension), piece after piece.
+template <class Fn>
+void each_piece(const QuantizedBox& box, Fn f) {
+  const std::int64_t size = box.length[0],
+                     step = std::max<std::int64_t>(1, kPiece / (num_elements(box.length) / size));
+  for (std::int64_t first = 0; first < size; first += step)
+    f(piece_of(box, first, std::min(step, size - first)), first);
+}
+
+// The nearest codes of numbers, whose scales are there.
+void write_codes(const QuantizedBox& box, const at::Tensor& values) {
+  const at::Tensor scaled = values.to(at::kFloat).div(spread(box, factors(box)));
+  if (box.how.kind == Kind::float8) {
+    box.codes.copy_(scaled.clamp(-448, 448).to(at::kFloat8_e4m3fn).view(at::kByte));
+    return;
+  }
+  // The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+  const at::Tensor borders =
+      at::tensor({0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0}, at::kFloat).to(values.device());
+  const at::Tensor bits =
+      at::bucketize(scaled.abs().mul(1 << kBias), borders).add(scaled.lt(0).to(at::kLong).mul(8));
+  const std::int64_t before = box.start.back() % 2, after = (before + box.length.back()) % 2;
+  const at::Tensor halves =
+      at::constant_pad_nd(bits, {before, after}).unflatten(-1, {-1, 2}).to(at::kByte);
+  box.codes.copy_(halves.select(-1, 0).bitwise_or(halves.select(-1, 1).bitwise_left_shift(4)));
+}
+
 // The number of each block of a box in the whole tensor.
 at::Tensor block_numbers(const BlockBox& box, const Sizes& shape, const Sizes& block,
                          const at::TensorOptions& options) {
@@ -140,20 +167,9 @@ QuantizedBox quantize(const Quantization& how, const at::Tensor& values, const S
   } else {
     box.scales.copy_(numbers.remainder(7).to(at::kDouble).div(8).add(1).mul(deviation / 16));
   }
-  const at::Tensor scaled = values.to(at::kFloat).div(spread(box, factors(box)));
-  if (!is_mxfp4) {
-    box.codes.copy_(scaled.clamp(-448, 448).to(at::kFloat8_e4m3fn).view(at::kByte));
-    return box;
-  }
-  // The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-  const at::Tensor borders =
-      at::tensor({0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0}, at::kFloat).to(values.device());
-  const at::Tensor bits =
-      at::bucketize(scaled.abs().mul(1 << kBias), borders).add(scaled.lt(0).to(at::kLong).mul(8));
-  const std::int64_t before = start.back() % 2, after = (before + box.length.back()) % 2;
-  const at::Tensor halves =
-      at::constant_pad_nd(bits, {before, after}).unflatten(-1, {-1, 2}).to(at::kByte);
-  box.codes.copy_(halves.select(-1, 0).bitwise_or(halves.select(-1, 1).bitwise_left_shift(4)));
+  each_piece(box, [&](const QuantizedBox& piece, std::int64_t first) {
+    write_codes(piece, values.narrow(0, first, piece.length[0]));
+  });
   return box;
 }
 
@@ -164,13 +180,10 @@ void dequantize_into(const at::Tensor& to, const QuantizedBox& box) {
               box.codes.device(), " are made of their codes in ", describe(to));
   if (to.numel() == 0) return;
   const at::NoGradGuard no_grad;
-  const std::int64_t size = box.length[0],
-                     step = std::max<std::int64_t>(1, kPiece / (num_elements(box.length) / size));
-  for (std::int64_t at = 0; at < size; at += step) {
-    const QuantizedBox piece = piece_of(box, at, std::min(step, size - at));
-    to.narrow(0, at, piece.length[0])
+  each_piece(box, [&](const QuantizedBox& piece, std::int64_t first) {
+    to.narrow(0, first, piece.length[0])
         .copy_(as_e4m3(piece).to(at::kFloat).mul_(spread(piece, factors(piece))));
-  }
+  });
 }
 
 at::Tensor dequantize(const QuantizedBox& box, at::ScalarType dtype) {
