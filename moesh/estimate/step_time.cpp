@@ -77,7 +77,7 @@ double gain_of_turns(const std::vector<pipeline::Lane>& lanes) {
   return std::max(0.0, apart - pipeline::seconds_in_turns(lanes, kPartThatMoves));
 }
 
-// Of one pass beside another one that is alike, in a model of many such layers.
+// What a pass hides beside another one like it, in a model of many such layers.
 double hidden_in_pairs(const Pass& p, const Pass& forward) {
   constexpr int kLayers = 16;
   pipeline::Lane lane;

@@ -75,7 +75,7 @@ c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x);
 /// shows. Steps between ranks, and what moves or adds rows, do nothing with it but give one of the
 /// sizes of their result.
 at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options);
-/// Of other sizes, with the memory of `x`.
+/// The same in other sizes, with the memory of `x`.
 at::Tensor not_computed(at::IntArrayRef sizes, const at::Tensor& x);
 bool is_not_computed(const at::Tensor& x);
 

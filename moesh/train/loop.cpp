@@ -206,7 +206,7 @@ auto of_step(std::int64_t step, const F& f) {
   }
 }
 
-// Of the whole model, of which a rank may have one stage.
+// Counts those of the whole model, of which a rank may have one stage.
 std::optional<std::int64_t> num_trained_parameters(const Config& config) {
   if (!has_lora(config) && config.training.freeze.empty()) return {};
   const models::AnyConfig& model = config.model.architecture;

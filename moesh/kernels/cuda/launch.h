@@ -11,7 +11,8 @@
 //             gate_backward
 // With LoRA, whose weights are frozen:
 //   forward   low_rank (x), up, low_rank (act), down
-//   backward  low_rank_db (dy), dh, low_rank_da (act), low_rank_db (d_gate, d_up), dx, low_rank_da (x)
+//   backward  low_rank_db (dy), dh, low_rank_da (act), low_rank_db (d_gate, d_up), dx,
+//             low_rank_da (x)
 // One buffer [R, D] is enough for all of x, y, dy and dx at their experts, in this order.
 
 #include <cstdint>

@@ -2,8 +2,8 @@
 // tokens where these are the rows, and what is small goes through the tensor cores by mma.sync.
 //   low_rank      a block has 64 rows of one expert, and all of their columns
 //   low_rank_da,  a block has a range of rows and up to 512 of their columns, 64 a warp. All blocks
-//   low_rank_db   have equally many rows, which may be of several experts. Their sums are float32 in
-//                 a workspace, and are added in order.
+//   low_rank_db   have equally many rows, which may be of several experts. Their sums are float32
+//                 in a workspace, and are added in order.
 // R rows at their experts, sorted by expert, E experts, W columns
 
 #include "moesh/kernels/cuda/activation.h"
