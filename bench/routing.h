@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/nn/probe.h"
+#include "moesh/nn/routing.h"
 
 namespace moesh::bench {
 

@@ -10,7 +10,7 @@
 #include <optional>
 #include <thread>
 
-#include "moesh/base/interrupt.h"
+#include "moesh/base/this_thread.h"
 
 namespace moesh::python {
 namespace nb = nanobind;

@@ -16,7 +16,6 @@
 #include "moesh/cli/command_line.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/program.h"
-#include "moesh/cli/train_command.h"
 #include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"

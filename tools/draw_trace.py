@@ -3,8 +3,10 @@
 
 Below each other, for every rank: its sections; the parts of the model; its collectives, coloured by
 their axes, of which the part in which the rank waited for the slowest one is pale; and the kernels
-of each stream, where there are some. Perfetto shows the same and all the rest; this is for a page,
-or for a machine without a browser.
+of each stream, where there are some. Where a rank has two micro-batches under way, each has rows of
+its own, with the turns of the other one left out, and a row of what is on its way: collectives over
+ep from their call to their end. Perfetto shows the same and all the rest; this is for a page, or
+for a machine without a browser.
 """
 
 import argparse
@@ -17,6 +19,9 @@ SECTIONS = {"data": "#8d6e63", "forward": "#64b5f6", "backward": "#1e88e5", "red
             "update": "#7e57c2", "waiting": "#eeeeee", "saving": "#bdbdbd", "validation": "#ffd54f"}
 PARTS = {"embedding": "#c5e1a5", "attention": "#ffb74d", "mlp": "#aed581", "moe": "#e57373",
          "head": "#ba68c8"}
+OPERATORS = "#90a4ae"
+KERNELS = {"kernel": "#455a64", "slow link": "#ffcc80"}
+LINK_KERNEL = "sleep_on_link"  # moesh/comm/paced.h
 AXES = ["#ef6c00", "#2e7d32", "#5e35b1", "#c62828", "#00838f", "#6d4c41", "#ad1457", "#558b2f"]
 
 
@@ -60,40 +65,67 @@ class Picture:
                 + "\n".join(self.lines) + "\n</svg>\n")
 
 
-def draw_rank(picture, rank, events, axes):
-    """`events` are those of the rank, of the host by category and of the device by stream."""
-    picture.text(10, picture.y + 11, f"rank {rank}", 12, 'font-weight="bold"')
-    picture.row("sections")
-    for e in events.get("section", []):
-        inner = e["name"] in ("reduce", "waiting")
-        picture.bar(e["ts"], e["ts"] + e["dur"], SECTIONS.get(e["name"], "#ccc"),
-                    ROW - 6 if inner else ROW)
-    picture.y += ROW + 1
-    picture.row("model")
+def outermost(events):
+    end = 0
+    for e in events:
+        if e["ts"] >= end:
+            end = e["ts"] + e["dur"]
+            yield e
+
+
+def draw_lane(picture, events, axes, name, others_turns):
+    picture.row(name("model"))
+    for e in outermost(events.get("operator", []) if others_turns else []):  # of backward, too
+        picture.bar(e["ts"], e["ts"] + e["dur"], OPERATORS, ROW - 6)
     for e in events.get("scope", []):
         if e["name"] in PARTS:
             picture.bar(e["ts"], e["ts"] + e["dur"], PARTS[e["name"]], label=e["name"])
+    for begin, end in others_turns:
+        picture.bar(begin, end, "white")
     picture.y += ROW + 1
-    picture.row("collectives")
+    picture.row(name("collectives"))
     for e in events.get("collective", []):
         colour = axes[e["args"]["axes"]]
         picture.bar(e["ts"], e["ts"] + e["dur"], colour, label=e["name"])
         waited = min(e["args"].get("waited_us", 0), e["dur"])
         picture.bar(e["ts"], e["ts"] + waited, "#ffffffb0")
     picture.y += ROW + 1
-    for name, kernels in sorted(events.items()):
-        if name.startswith("GPU "):
-            picture.row(name)
-            for e in kernels:
-                picture.bar(e["ts"], e["ts"] + e["dur"], "#455a64")
+    if others_turns:
+        picture.row(name("on the way"))
+        for begin, end, axis in events.get("in progress", []):
+            if axis.startswith("ep"):
+                picture.bar(begin, end, axes[axis], ROW - 6)
+        picture.y += ROW + 1
+
+
+def draw_rank(picture, rank, events, axes):
+    """`events` are those of the rank, by track: of the host by category, and of the device."""
+    picture.text(10, picture.y + 11, f"rank {rank}", 12, 'font-weight="bold"')
+    picture.row("sections")
+    for e in events.get("host", {}).get("section", []):
+        inner = e["name"] in ("reduce", "waiting")
+        picture.bar(e["ts"], e["ts"] + e["dur"], SECTIONS.get(e["name"], "#ccc"),
+                    ROW - 6 if inner else ROW)
+    picture.y += ROW + 1
+    lanes = sorted(track for track in events if track.startswith("host"))
+    for lane, track in enumerate(lanes):
+        turns = [(e["ts"], e["ts"] + e["dur"]) for e in events[track].get("turn", [])]
+        draw_lane(picture, events[track], axes,
+                  lambda name: f"{lane}: {name}" if len(lanes) > 1 else name, turns)
+    for track, categories in sorted(events.items()):
+        if track.startswith("GPU "):
+            picture.row(track)
+            for e in categories["kernel"]:
+                kind = "slow link" if LINK_KERNEL in e["name"] else "kernel"
+                picture.bar(e["ts"], e["ts"] + e["dur"], KERNELS[kind])
             picture.y += ROW + 1
     picture.y += GAP
 
 
 def by_rank(trace, step):
-    """{rank: {category or stream: events}}, of what touches the step of the rank; and the step."""
+    """{rank: {track: {category: events}}}, of what touches the step of the rank; and the step."""
     everything = trace["traceEvents"]
-    streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in everything
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in everything
                if e["ph"] == "M" and e["name"] == "thread_name"}
     steps = [e for e in everything if e.get("cat") == "step" and step in (None, e["name"])]
     if not steps:
@@ -102,13 +134,20 @@ def by_rank(trace, step):
     first = steps[0]["name"]
     span = {e["pid"]: (e["ts"], e["ts"] + e["dur"]) for e in steps if e["name"] == first}
     ranks = {rank: {} for rank in span}
+    begun = {}  # by id, of what is in progress
     for e in everything:
-        if e["ph"] != "X" or e["pid"] not in span:
+        if e["ph"] not in "Xbe" or e["pid"] not in span:
             continue
+        events = ranks[e["pid"]].setdefault(tracks[e["pid"], e["tid"]], {})
         begin, end = span[e["pid"]]
-        if e["ts"] < end and e["ts"] + e["dur"] > begin:
-            kind = streams[e["pid"], e["tid"]] if e["cat"] == "kernel" else e["cat"]
-            ranks[e["pid"]].setdefault(kind, []).append(e)
+        if e["ph"] == "b":
+            begun[e["id"]] = e
+        elif e["ph"] == "e":
+            b = begun[e["id"]]
+            if b["ts"] < end and e["ts"] > begin:
+                events.setdefault("in progress", []).append((b["ts"], e["ts"], b["args"]["axes"]))
+        elif e["ts"] < end and e["ts"] + e["dur"] > begin:
+            events.setdefault(e["cat"], []).append(e)
     return ranks, first, min(b for b, _ in span.values()), max(e for _, e in span.values())
 
 
@@ -124,7 +163,8 @@ def main():
     ranks, step, begin, end = by_rank(trace, args.step and f"step {args.step}")
     if args.ranks:
         ranks = {int(r): ranks[int(r)] for r in args.ranks.split(",")}
-    names = sorted({e["args"]["axes"] for r in ranks.values() for e in r.get("collective", [])})
+    names = sorted({e["args"]["axes"] for r in ranks.values() for track in r.values()
+                    for e in track.get("collective", [])})
     axes = {name: AXES[i % len(AXES)] for i, name in enumerate(names)}
     picture = Picture(begin, end)
     picture.y = 8
@@ -135,8 +175,11 @@ def main():
     for rank, events in sorted(ranks.items()):
         draw_rank(picture, rank, events, axes)
     picture.legend("sections", SECTIONS)
-    picture.legend("model", PARTS)
+    has_lanes = any("turn" in track for r in ranks.values() for track in r.values())
+    picture.legend("model", {**PARTS, "operators": OPERATORS} if has_lanes else PARTS)
     picture.legend("collectives on", {**axes, "pale: waits for the slowest": "#eecbb0"})
+    if any(track.startswith("GPU ") for r in ranks.values() for track in r):
+        picture.legend("device", KERNELS)
     picture.y += 6
     with open(args.out, "w") as file:
         file.write(picture.svg())

@@ -20,21 +20,17 @@ CATEGORIES = (
     "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Co Cn"
 ).split()
 
-
 def matched(regex):
     """The code points that a class of the split patterns has."""
     return set(normalizers.Replace(Regex(f"[^{regex}]"), "").normalize_str(TEXT))
-
 
 def isolated(pre_tokenizer):
     """The code points that are a piece of their own between letters."""
     pieces = pre_tokenizer.pre_tokenize_str("x" + "x".join(ALL) + "x")
     return {piece for piece, _ in pieces if len(piece) == 1} - {"x"}
 
-
 def kept(pre_tokenizer):
     return {c for piece, _ in pre_tokenizer.pre_tokenize_str(TEXT) for c in piece}
-
 
 def ranges(members):
     """Sorted pairs (first, last)."""
@@ -46,7 +42,6 @@ def ranges(members):
             found.append([c, c])
     return found
 
-
 def wrapped(items, indent="    "):
     lines, line = [], indent
     for item in items:
@@ -56,17 +51,14 @@ def wrapped(items, indent="    "):
         line += item + " "
     return "\n".join([*lines, line.rstrip()])
 
-
 def table(kind, name, comment, items):
     print(
         f"\n// {comment}\nconst {kind} {name}[] = {{\n{wrapped(items)}}};\n"
         f"const std::size_t {name}Size = std::size({name});"
     )
 
-
 def range_table(name, comment, members):
     table("CodePointRange", name, comment, [f"{{0x{a:x}, 0x{b:x}}}," for a, b in ranges(members)])
-
 
 def categories():
     of = {}
@@ -85,7 +77,6 @@ def categories():
     assert matched("\\d") == {c for c in ALL if of[c] == "Nd"}
     return runs
 
-
 def combining_classes():
     """Code point -> class; which ones the package knows is seen in what it puts in order."""
     nfd = normalizers.NFD().normalize_str
@@ -99,7 +90,6 @@ def combining_classes():
             assert known[c], hex(ord(c))
     return known
 
-
 def decompositions():
     """(code point, first, second or 0, whether it composes again) for all but Hangul syllables."""
     nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
@@ -111,12 +101,11 @@ def decompositions():
         assert 1 <= len(parts) <= 2 and nfd("".join(parts)) == whole, hex(ord(c))
         yield ord(c), ord(parts[0]), ord(parts[1]) if len(parts) == 2 else 0, nfc(whole) == c
 
-
 def main():
     print(
         f"""// Written by tools/make_unicode_tables.py with tokenizers {tokenizers.__version__}.
 
-#include "moesh/tokenizer/unicode_tables.h"
+#include "moesh/tokenizer/code_points.h"
 
 #include <iterator>
 
@@ -163,7 +152,6 @@ using enum Category;"""
         ],
     )
     print("\n}  // namespace moesh::tokenizer::tables")
-
 
 if __name__ == "__main__":
     main()

@@ -39,7 +39,7 @@ const LayerConfig kShapes[4] = {
 };
 
 /// The K largest of log(prior) + Gumbel noise: draws without putting back.
-__global__ void choose_experts(LayerConfig c, int routing, std::int32_t* experts_TK,
+__global__ void choose_experts(LayerConfig c, int routing, std::int64_t* experts_TK,
                                std::uint64_t seed) {
   const std::int64_t t = blockIdx.x * 128ll + threadIdx.x;
   if (t >= c.tokens) return;
@@ -48,8 +48,7 @@ __global__ void choose_experts(LayerConfig c, int routing, std::int32_t* experts
     const std::int64_t start = routing == balanced ? t * 769 % c.tokens * top_k : 0;
     // experts that are not neighbours
     const std::int64_t step = routing == balanced ? 1 : c.experts / c.top_k;
-    for (int k = 0; k < top_k; ++k)
-      experts_TK[t * top_k + k] = static_cast<std::int32_t>((start + k * step) % c.experts);
+    for (int k = 0; k < top_k; ++k) experts_TK[t * top_k + k] = (start + k * step) % c.experts;
     return;
   }
   float best[16];

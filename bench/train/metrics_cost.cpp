@@ -13,7 +13,7 @@
 
 #include "bench/train/pairs.h"
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/observers.h"
 #include "moesh/config/merge.h"

@@ -24,7 +24,6 @@
 #include "moesh/comm/observers.h"
 #include "moesh/comm/paced.h"
 #include "moesh/config/merge.h"
-#include "moesh/pipeline/lanes.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/build.h"
 

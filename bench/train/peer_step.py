@@ -3,10 +3,13 @@
 
     peer_step.py FOLDER [--batch 8] [--length 2048] [--steps 40] [--no-compile]
                  [--attention causal|sdpa|flex_attention|eager] [--lora RANK] [--checkpointing]
+                 [--loads FILE]
 
 FOLDER needs only a config.json, as `moesh convert` and checkpoints of moesh have it: weights are
 random. All parameters are bfloat16 (moesh keeps float32 masters besides). --lora freezes them and
 trains adapters of PEFT on attention, dense MLPs and routed experts, in float32 as PEFT makes them.
+--loads writes how many tokens each expert of each MoE layer got after these steps, a line for each
+layer: bench_step --routing FILE gives moesh the same loads.
 
 The defaults are this peer at its best. Under torch.compile transformers hands attention a causal
 mask that is a tensor; the function `causal` below says is_causal instead, which is 1.4 times as
@@ -62,6 +65,25 @@ def build(options):
     return model, config
 
 
+def write_loads(model, ids, file):
+    """Every module `experts` is called with the numbers of the chosen experts, as whole numbers."""
+    layers = []
+
+    def count(module, args, kwargs):
+        chosen = next(a for a in (*args, *kwargs.values())
+                      if torch.is_tensor(a) and a.dtype in (torch.int64, torch.int32))
+        layers.append(torch.bincount(chosen.flatten(), minlength=module.num_experts).tolist())
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(count, with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=ids)
+    with open(file, "w", encoding="utf-8") as out:
+        for loads in layers:
+            print(*loads, file=out)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
@@ -74,6 +96,7 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--loads", metavar="FILE")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
 
@@ -113,6 +136,8 @@ def main():
     print(f"transformers {transformers_version}, torch {torch.__version__}, {config.model_type}: "
           f"first step {first:.1f} s, {median * 1e3:.1f} ms a step, "
           f"{options.batch * options.length / median:,.0f} tokens/s, peak {peak:.1f} GiB")
+    if options.loads:
+        write_loads(model, ids, options.loads)
 
 
 if __name__ == "__main__":

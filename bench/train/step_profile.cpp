@@ -322,7 +322,7 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
   const auto step_by = [&](train::Stepper& take) {
     auto batches = train::step_batches(config, *dataset, mesh,
                                        step * config::sample_order(config).num_per_step());
-    const auto result = take(std::move(batches), train::learning_rate(config, step++));
+    const auto result = take(std::move(batches), train::learning_rates(config)(step++));
     load = 0;
     for (const at::Tensor& counts : result.gradients.counts_E)
       load = std::max(load,

@@ -16,7 +16,6 @@
 
 #include "bench/train/pairs.h"
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
 #include "moesh/base/timeline.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"

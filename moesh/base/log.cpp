@@ -4,8 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "moesh/base/rank_threads.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
 #include "moesh/base/this_thread.h"
 
 namespace moesh {

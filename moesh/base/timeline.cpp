@@ -18,6 +18,11 @@ std::int64_t now() {
 
 Timeline::Timeline() : scope_(this_thread.timeline, this) {}
 
+std::vector<std::int64_t>& Timeline::open_here() {
+  if (open_.size() <= this_thread.place) open_.resize(this_thread.place + 1);
+  return open_[this_thread.place];
+}
+
 std::int64_t Timeline::number_of(std::string_view name) {
   if (const auto found = numbers_.find(name); found != numbers_.end()) return found->second;
   const auto number = static_cast<std::int64_t>(record_.names.size());
@@ -37,8 +42,10 @@ std::int64_t Timeline::group_of(const std::string& name, const std::vector<int>&
 
 std::int64_t Timeline::open(SliceKind kind, std::string_view name) {
   const auto slice = static_cast<std::int64_t>(record_.slices.size());
-  record_.slices.push_back({.kind = kind, .name = number_of(name)});
-  open_.push_back(slice);
+  record_.slices.push_back({.kind = kind,
+                            .name = number_of(name),
+                            .lane = static_cast<std::int64_t>(this_thread.place)});
+  open_here().push_back(slice);
   record_.slices.back().begin = now();
   return slice;
 }
@@ -46,10 +53,11 @@ std::int64_t Timeline::open(SliceKind kind, std::string_view name) {
 void Timeline::close(std::int64_t slice) {
   const std::int64_t end = now();
   // An exception leaves scopes that have no chance to say so.
-  while (!open_.empty()) {
-    const std::int64_t last = open_.back();
+  auto& open = open_here();
+  while (!open.empty()) {
+    const std::int64_t last = open.back();
     if (last < slice) return;
-    open_.pop_back();
+    open.pop_back();
     record_.slices[static_cast<std::size_t>(last)].end = end;
   }
 }
@@ -60,7 +68,8 @@ std::int64_t Timeline::call(std::string_view op, const std::string& group,
   const auto number = static_cast<std::int64_t>(record_.collectives.size());
   CollectiveSpan span{
       .op = number_of(op), .group = group_of(group, members, meets_on_host), .bytes = bytes};
-  for (auto i = open_.rbegin(); i != open_.rend() && span.scope < 0; ++i)
+  const auto& open_slices = open_here();
+  for (auto i = open_slices.rbegin(); i != open_slices.rend() && span.scope < 0; ++i)
     if (const Slice& s = record_.slices[static_cast<std::size_t>(*i)]; s.kind == SliceKind::scope)
       span.scope = s.name;
   const std::int64_t parent = innermost();
@@ -69,6 +78,7 @@ std::int64_t Timeline::call(std::string_view op, const std::string& group,
   record_.slices[static_cast<std::size_t>(slice)].collective = number;
   span.begin = record_.slices[static_cast<std::size_t>(slice)].begin;
   span.wait_begin = span.begin;
+  span.lane = record_.slices[static_cast<std::size_t>(slice)].lane;
   record_.collectives.push_back(span);
   return number;
 }
@@ -84,7 +94,7 @@ void Timeline::wait(std::int64_t collective) {
   const bool is_at_once =
       called.parent == innermost() && record_.slices.back().begin <= calling.end;
   if (is_at_once) {  // nothing was done since the call: one slice
-    open_.push_back(called.slice);
+    open_here().push_back(called.slice);
     span.wait_begin = calling.end;
     return;
   }
@@ -96,8 +106,8 @@ void Timeline::wait(std::int64_t collective) {
 }
 
 void Timeline::ended(std::int64_t collective) {
-  if (open_.empty()) return;
-  const std::int64_t slice = open_.back();
+  const std::int64_t slice = innermost();
+  if (slice < 0) return;
   const Slice& s = record_.slices[static_cast<std::size_t>(slice)];
   if (s.collective != collective) return;
   close(slice);
@@ -105,12 +115,63 @@ void Timeline::ended(std::int64_t collective) {
 }
 
 TimelineRecord Timeline::take() {
-  if (!open_.empty()) close(open_.front());
+  if (!open_here().empty()) close(open_here().front());
   for (CollectiveSpan& span : record_.collectives)
     if (span.end == 0) span.end = now();  // it goes on
   numbers_.clear();
   called_.clear();
   return std::exchange(record_, {});
+}
+
+const char* to_string(Section section) {
+  switch (section) {
+    case Section::data: return "data";
+    case Section::forward: return "forward";
+    case Section::backward: return "backward";
+    case Section::reduce: return "reduce";
+    case Section::update: return "update";
+    case Section::waiting: return "waiting";
+    case Section::other: return "other";
+    case Section::validation: return "validation";
+    case Section::saving: return "saving";
+  }
+  return "unknown";
+}
+
+double SectionTimes::of_step() const {
+  double sum = 0;
+  for (std::size_t i = 0; i < kNumSections; ++i)
+    if (is_in_step(static_cast<Section>(i))) sum += seconds[i];
+  return sum;
+}
+
+SectionClock::SectionClock(Clock::time_point start)
+    : since_(start), scope_(this_thread.clock, this) {}
+
+void SectionClock::enter(Section section) {
+  const auto now = Clock::now();
+  times_[current_] += std::chrono::duration<double>(now - since_).count();
+  since_ = now;
+  current_ = section;
+}
+
+SectionTimes SectionClock::take() {
+  enter(current_);
+  const SectionTimes taken = times_;
+  times_ = {};
+  return taken;
+}
+
+InSection::InSection(Section section)
+    : slice_(SliceKind::section, to_string(section)), clock_(this_thread.clock) {
+  if (clock_ && !is_in_step(clock_->current_)) clock_ = nullptr;
+  if (!clock_) return;
+  before_ = clock_->current_;
+  clock_->enter(section);
+}
+
+InSection::~InSection() {
+  if (clock_) clock_->enter(before_);
 }
 
 }  // namespace moesh

@@ -2,23 +2,29 @@
 // A record of the work of a rank's thread, while a trace is taken: steps, sections,
 // operators and collectives. Nobody does most of the time, and then a hook is a look at a pointer.
 
+#include <array>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "moesh/base/scoped_value.h"
 #include "moesh/base/this_thread.h"
 
 namespace moesh {
 
+/// The scope in which the host waits for counts of rows, by which it makes what rows come into.
+inline constexpr char kReadCounts[] = "read the counts of rows";
+
 enum class SliceKind : std::uint8_t {
   step,
-  section,  // see sections.h
+  section,  // see Section
   scope,    // a part of the model or of a step that its author gave a name
   op,       // an operator of LibTorch
-  collective
+  collective,
+  turn,  // the rank's other piece of work goes on (turns.h)
 };
 
 /// From when to when something was going on. Times are nanoseconds of the steady clock, which all
@@ -28,6 +34,7 @@ struct Slice {
   std::int64_t name = 0;  // its place in `names`
   std::int64_t begin = 0, end = 0;
   std::int64_t collective = -1;  // its place in `collectives`
+  std::int64_t lane = 0;         // which of the rank's pieces of work (turns.h); 0: the first
 };
 
 /// Ranks that meet in a collective.
@@ -45,16 +52,18 @@ struct CollectiveSpan {
   std::int64_t bytes = 0;  // of this rank's input
   std::int64_t begin = 0, wait_begin = 0, end = 0;
   std::int64_t scope = -1;  // in `names`: the innermost scope in which it was called
+  std::int64_t lane = 0;    // as that of a Slice
 };
 
 struct TimelineRecord {
   std::vector<std::string> names;
   std::vector<TimelineGroup> groups;
-  std::vector<Slice> slices;  // in the order of their beginnings: what is inside comes later
+  // In the order of their beginnings: what is inside comes later, in the same lane.
+  std::vector<Slice> slices;
   std::vector<CollectiveSpan> collectives;
 };
 
-/// While it lives, records what this thread tells it.
+/// While it lives, records what this thread tells it, and those that take turns with it.
 class Timeline {
  public:
   Timeline();
@@ -81,14 +90,16 @@ class Timeline {
   struct Called {
     std::int64_t slice, parent;  // in which the call was made; -1: in none
   };
-  std::int64_t innermost() const { return open_.empty() ? -1 : open_.back(); }
+  // The open slices of the lane whose turn it is, the innermost last.
+  std::vector<std::int64_t>& open_here();
+  std::int64_t innermost() { return open_here().empty() ? -1 : open_here().back(); }
   std::int64_t number_of(std::string_view name);
   std::int64_t group_of(const std::string& name, const std::vector<int>& members,
                         bool meets_on_host);
 
   TimelineRecord record_;
   std::map<std::string, std::int64_t, std::less<>> numbers_;  // of names
-  std::vector<std::int64_t> open_;                            // slices, the innermost last
+  std::vector<std::vector<std::int64_t>> open_;               // by lane
   std::vector<Called> called_;                                // by collective
   ScopedValue<Timeline*> scope_;
 };
@@ -108,6 +119,74 @@ class InSlice {
  private:
   Timeline* timeline_;
   std::int64_t slice_ = 0;
+};
+
+// Where the time of a step goes: the host of one rank, section by section.
+
+/// The sections of a step on the host. The time of a step is the sum of those before `validation`;
+/// the last two are time between the steps.
+enum class Section {
+  data,  // waits for the batches, and hands them to the device
+  forward,
+  backward,
+  reduce,   // sums over ranks, without the wait for them
+  update,   // gradient norm, optimizer, expert bias
+  waiting,  // for other ranks, or for the device
+  other,    // the loop itself, and metrics
+  validation,
+  saving,
+};
+constexpr std::size_t kNumSections = 9;
+const char* to_string(Section section);
+
+constexpr bool is_in_step(Section section) { return section < Section::validation; }
+
+/// Seconds, by section.
+struct SectionTimes {
+  std::array<double, kNumSections> seconds{};
+
+  double& operator[](Section s) { return seconds[static_cast<std::size_t>(s)]; }
+  double operator[](Section s) const { return seconds[static_cast<std::size_t>(s)]; }
+  /// The sum of the sections that belong to a step.
+  double of_step() const;
+};
+
+/// While it lives, every moment of this thread belongs to one section: to `other` outside of all.
+class SectionClock {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit SectionClock(Clock::time_point start = Clock::now());
+
+  /// The time since the last call, or since the start.
+  SectionTimes take();
+
+  /// For what goes to and fro between sections by itself: InSection is for the rest.
+  Section current() const { return current_; }
+  void enter(Section section);
+
+ private:
+  friend class InSection;
+
+  SectionTimes times_;
+  Section current_ = Section::other;
+  Clock::time_point since_;
+  ScopedValue<SectionClock*> scope_;
+};
+
+/// The time of its scope belongs to a section, and no longer to the one around it. In `validation`
+/// and `saving` nothing changes: their time does not belong to a step. Without a clock nothing is
+/// summed up. While a trace is recorded, the scope is a slice.
+class InSection {
+ public:
+  explicit InSection(Section section);
+  ~InSection();
+  InSection(const InSection&) = delete;
+  InSection& operator=(const InSection&) = delete;
+
+ private:
+  InSlice slice_;
+  SectionClock* clock_;
+  Section before_ = Section::other;
 };
 
 }  // namespace moesh

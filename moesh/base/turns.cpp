@@ -3,13 +3,14 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/sections.h"
 #include "moesh/base/this_thread.h"
+#include "moesh/base/timeline.h"
 
 namespace moesh {
 
@@ -61,7 +62,11 @@ class Turns {
 
 namespace {
 
-void run_in_turn(Turns& turns, std::size_t me, const std::function<void()>& work) {
+constexpr const char* kOthersTurn = "turn of the other";
+
+// `last` is called at the end of its last turn.
+void run_in_turn(Turns& turns, std::size_t me, const std::function<void()>& work,
+                 const std::function<void()>& last) {
   std::exception_ptr fault;
   turns.await(me);
   if (!turns.fault()) {
@@ -73,6 +78,7 @@ void run_in_turn(Turns& turns, std::size_t me, const std::function<void()>& work
     }
     this_thread.turns = nullptr;
   }
+  last();
   turns.end(me, fault);
 }
 
@@ -89,11 +95,11 @@ void take_turns(const std::vector<std::function<void()>>& work) {
   for (std::size_t i = 1; i < work.size(); ++i) try {
       threads.emplace_back([&, i, mine = this_thread] {
         this_thread = mine;
-        this_thread.timeline = nullptr;
         set_log_rank(mine.rank);
+        work_for_rank(mine.rank, static_cast<int>(i));
         turns.await(i);
         if (clock) clock->enter(section);
-        run_in_turn(turns, i, work[i]);
+        run_in_turn(turns, i, work[i], [] {});
       });
     } catch (const std::system_error& e) {
       turns.end(i, std::make_exception_ptr(
@@ -102,9 +108,11 @@ void take_turns(const std::vector<std::function<void()>>& work) {
                                             "; raise the limits of the "
                                             "system (ulimit -u, -v)"))));
     }
-  run_in_turn(turns, 0, work[0]);
+  std::optional<InSlice> others;
+  run_in_turn(turns, 0, work[0], [&] { others.emplace(SliceKind::turn, kOthersTurn); });
   turns.await_all();
   for (auto& t : threads) t.join();
+  others.reset();
   if (clock) clock->enter(section);
   if (const auto fault = turns.fault()) std::rethrow_exception(fault);
 }
@@ -114,6 +122,7 @@ void next_turn() {
   if (!turns) return;
   SectionClock* const clock = this_thread.clock;
   const Section section = clock ? clock->current() : Section::other;
+  const InSlice others(SliceKind::turn, kOthersTurn);
   turns->pass_on(this_thread.place);
   turns->await(this_thread.place);
   if (clock) clock->enter(section);

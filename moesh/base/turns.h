@@ -12,7 +12,7 @@ namespace moesh {
 /// Does all of them, the first in this thread, and returns when all have ended. Each keeps its turn
 /// until it calls next_turn() or ends; then it is that of the next in the list, and after the last
 /// one the first again. If one throws, the others end in their next_turn(), and it is thrown here.
-/// Threads have what this_thread.h has, but for the timeline, which is that of the first only.
+/// Threads have what this_thread.h has. While a trace is recorded, the turns of others are slices.
 void take_turns(const std::vector<std::function<void()>>& work);
 
 /// The others go on, each until it calls this as well. Without turns nothing happens.

@@ -10,7 +10,7 @@
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
-#include "moesh/checkpoint/plan.h"
+#include "moesh/checkpoint/save.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"

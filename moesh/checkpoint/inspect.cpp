@@ -1,4 +1,4 @@
-#include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/folder.h"
 
 #include <cctype>
 #include <cstdio>
@@ -7,9 +7,8 @@
 #include <optional>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
 #include "moesh/checkpoint/agree.h"
-#include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"

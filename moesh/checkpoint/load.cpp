@@ -19,8 +19,8 @@
 #include "moesh/formats/adapter_config.h"
 #include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/hub.h"
 #include "moesh/formats/json.h"
+#include "moesh/formats/name.h"
 #include "moesh/formats/safetensors.h"
 
 namespace moesh::checkpoint {

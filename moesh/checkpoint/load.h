@@ -1,7 +1,7 @@
 #pragma once
-// Loading: each rank reads what its parts need, by range, from a folder that moesh or others wrote.
-// Where there is a manifest, every block is compared with its checksum when it is read.
+// Loading a model or a checkpoint, also weights that are published in fewer bits.
 
+#include <cstdint>
 #include <deque>
 #include <filesystem>
 #include <map>
@@ -13,10 +13,66 @@
 
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/part.h"
-#include "moesh/checkpoint/quantized.h"
+#include "moesh/formats/disk.h"
 #include "moesh/formats/manifest.h"
+#include "moesh/kernels/quantized.h"
 
 namespace moesh::checkpoint {
+
+// Weights in fewer bits with scales beside them, as some models are published. They are read as
+// float32; nothing here writes them.
+
+class BlockFile;
+
+/// A tensor in one of the files of a folder.
+struct StoredTensor {
+  BlockFile* file;
+  const formats::TensorInfo* info;
+};
+
+/// A tensor that is stored as two, values and scales.
+class Quantized {
+ public:
+  virtual ~Quantized() = default;
+
+  /// As the model has it: name and shape; its bytes begin where those of the values do. Of type
+  /// bfloat16, which is what it is published to be computed in.
+  const formats::TensorInfo& info() const { return info_; }
+  const kernels::Quantization& how() const { return how_; }
+  /// Both of them as they are in files.
+  const StoredTensor& values() const { return values_; }
+  const StoredTensor& scales() const { return scales_; }
+  BlockFile* file() const { return values_.file; }
+  BlockFile* file_of_scales() const { return scales_.file; }
+  const std::string& name_of_scales() const { return scales_.info->name; }
+  virtual bool has_finite_scales() const = 0;
+  /// Elements from `first` on in the order in which they are stored, which is that of
+  /// stored_order(...).
+  virtual void decode(std::int64_t first, std::span<float> to) const = 0;
+  /// A tensor of a table with its view as the elements lie here.
+  virtual formats::DiskTensor stored_order(const formats::DiskTensor& tensor) const = 0;
+
+ protected:
+  Quantized(const kernels::Quantization& how, StoredTensor values, StoredTensor scales,
+            formats::TensorInfo info)
+      : how_(how), values_(values), scales_(scales), info_(std::move(info)) {}
+
+  kernels::Quantization how_;
+  StoredTensor values_, scales_;
+  formats::TensorInfo info_;
+};
+
+/// The quantized tensors among those of a folder (errors call it by its path):
+///   name [R, C] of float8 (e4m3) and name_scale_inv, a float32 for each block (DeepSeek-V3);
+///   name_blocks [E, N, G, 16] and name_scales [E, N, G] of bytes, MXFP4 (GPT-OSS): a byte holds
+///   two e2m1 numbers, a group of 32 numbers has the exponent of a power of two. The model has
+///   name [E, 32 G, N].
+std::vector<std::unique_ptr<Quantized>> find_quantized(
+    const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder,
+    const kernels::Quantization& block);
+
+// Loading: each rank reads what its parts need, by range, from a folder that moesh or others wrote.
+// Where there is a manifest, every block is compared with its checksum when it is read.
 
 /// A safetensors file that is read in blocks, of which the last few are kept.
 class BlockFile {
@@ -71,7 +127,7 @@ class TensorFolder {
                                     const formats::Manifest& manifest, const std::string& prefix);
 
   const std::map<std::string, FolderTensor>& tensors() const { return tensors_; }
-  /// What a model of text and images has besides its text model, which alone is in `tensors`.
+  /// What a model of text and images has besides its text model, and only that is in `tensors`.
   const std::vector<std::string>& beside_text_model() const { return beside_text_model_; }
   bool has_quantized() const { return !quantized_.empty(); }
   /// The folder, or the one file.

@@ -1,4 +1,4 @@
-#include "moesh/checkpoint/plan.h"
+#include "moesh/checkpoint/save.h"
 
 #include <algorithm>
 #include <cstdio>

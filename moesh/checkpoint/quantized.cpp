@@ -1,4 +1,4 @@
-#include "moesh/checkpoint/quantized.h"
+#include "moesh/checkpoint/load.h"
 
 #include <c10/util/Float8_e4m3fn.h>
 
@@ -8,7 +8,6 @@
 #include <limits>
 
 #include "moesh/base/error.h"
-#include "moesh/checkpoint/load.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -40,9 +39,9 @@ std::int64_t num_blocks(std::int64_t size, std::int64_t block) {
   return (size + block - 1) / block;
 }
 
-class Float8 final : public Quantized {
+class Float8Blocks final : public Quantized {
  public:
-  Float8(const kernels::Quantization& how, StoredTensor values, StoredTensor scales)
+  Float8Blocks(const kernels::Quantization& how, StoredTensor values, StoredTensor scales)
       : Quantized(how, values, scales, info_of(values, values.info->name, values.info->shape)) {}
 
   bool has_finite_scales() const override {
@@ -150,7 +149,7 @@ std::vector<std::unique_ptr<Quantized>> find_quantized(
                     scales->second,
                     detail::concat("one for each block of ", block.rows, " x ", block.columns,
                                    " is read (weight_block_size of config.json)"));
-      all.push_back(std::make_unique<Float8>(block, values, scales->second));
+      all.push_back(std::make_unique<Float8Blocks>(block, values, scales->second));
     } else if (name.ends_with(kBlocks) && values.info->dtype == Dtype::u8) {
       const std::string model_name = name.substr(0, name.size() - std::string(kBlocks).size());
       const auto scales = tensors.find(model_name + kScales);

@@ -1,4 +1,4 @@
-#include "moesh/checkpoint/read_back.h"
+#include "moesh/checkpoint/save.h"
 
 #include <ATen/ops/zeros.h>
 

@@ -13,7 +13,6 @@
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"
-#include "moesh/checkpoint/read_back.h"
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/safetensors.h"

@@ -89,4 +89,24 @@ std::int64_t parse_size(const std::string& text);
 std::string size_text(double bytes);
 inline std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
 
+// A file that an option names for a result: --out, --json.
+
+/// Opened before the work whose result it gets. Does not wait for a pipe without a reader. Errors
+/// name the option: of kind config where the path cannot be a file, storage where the disk refuses.
+class NamedOutput {
+ public:
+  NamedOutput(std::string option, std::string path);
+  ~NamedOutput();
+  NamedOutput(const NamedOutput&) = delete;
+  NamedOutput& operator=(const NamedOutput&) = delete;
+
+  void write(const std::string& text);
+
+ private:
+  [[noreturn]] void fail(int code) const;
+
+  std::string option_, path_;
+  int descriptor_;
+};
+
 }  // namespace moesh::cli

@@ -8,10 +8,9 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/base/version.h"
-#include "moesh/cli/train_command.h"
+#include "moesh/cli/memory_errors.h"
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"
 #include "moesh/train/loop.h"

@@ -3,9 +3,9 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/cli/command_line.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
-#include "moesh/cli/named_output.h"
 #include "moesh/config/merge.h"
 #include "moesh/config/options.h"
 #include "moesh/estimate/estimate.h"

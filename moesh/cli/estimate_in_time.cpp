@@ -5,16 +5,15 @@
 #include <cstdio>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
+#include "moesh/cli/command_line.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
-#include "moesh/cli/named_output.h"
 #include "moesh/config/merge.h"
 #include "moesh/config/options.h"
 #include "moesh/estimate/search_time.h"
-#include "moesh/pipeline/draw.h"
 #include "moesh/pipeline/schedule.h"
+#include "moesh/pipeline/simulate.h"
 
 namespace moesh::cli {
 

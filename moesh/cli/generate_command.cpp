@@ -9,15 +9,15 @@
 #include <optional>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/config/merge.h"
 #include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/hub.h"
 #include "moesh/formats/json.h"
+#include "moesh/formats/name.h"
 #include "moesh/generate/generate.h"
 #include "moesh/kernels/memory.h"
 #include "moesh/tokenizer/tokenizer.h"

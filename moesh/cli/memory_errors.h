@@ -4,6 +4,8 @@
 #include <functional>
 
 #include "moesh/config/config.h"
+#include "moesh/data/dataset.h"
+#include "moesh/train/loop.h"
 
 namespace moesh::cli {
 
@@ -16,5 +18,12 @@ void check_fits(const config::Config& config);
 /// the bytes asked for and the bytes there; what else LibTorch throws becomes an Error (internal)
 /// without a backtrace.
 void naming_sizes(const config::Config& config, const std::function<void()>& f);
+
+// moesh train, for the command and for programs that embed it.
+
+/// Trains, on data of the caller's own where some is given. A size that does not fit into memory is
+/// an Error (config) which names it, before anything is computed if that can be known.
+train::RunSummary train_in_memory(const config::Config& config, train::CallerInfo caller = {},
+                                  const data::Dataset* dataset = nullptr);
 
 }  // namespace moesh::cli

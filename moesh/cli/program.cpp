@@ -18,7 +18,7 @@
 #include <system_error>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
 #include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/rank_status.h"

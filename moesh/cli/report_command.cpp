@@ -5,11 +5,10 @@
 #include <filesystem>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
+#include "moesh/cli/command_line.h"
 #include "moesh/cli/commands.h"
-#include "moesh/cli/named_output.h"
 #include "moesh/report/page.h"
-#include "moesh/report/serve.h"
 
 namespace moesh::cli {
 namespace {

@@ -4,7 +4,6 @@
 #include <cstdio>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
 #include "moesh/data/tokenize.h"

@@ -8,13 +8,13 @@
 #include <optional>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
+#include "moesh/cli/command_line.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
-#include "moesh/cli/named_output.h"
 #include "moesh/config/options.h"
 #include "moesh/formats/json.h"
-#include "moesh/verify/dump.h"
+#include "moesh/verify/compare.h"
 #include "moesh/verify/golden.h"
 #include "moesh/verify/verify_all.h"
 

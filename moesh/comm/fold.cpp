@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t kChunk = 2048;  // accumulators of one chunk stay in the first-level cache
 
-struct Sum {
+struct AddTerms {
   template <class A>
   static A apply(A a, A b) {
     // Sums of checksums wrap around, which only unsigned numbers may.
@@ -65,7 +65,7 @@ void fold_op(ReduceOp op, const std::vector<Span>& spans, Span out) {
       if constexpr (std::is_same_v<V, bool>)
         throw Error(ErrorKind::internal, "a sum of bool reached fold");
       else
-        return fold_typed<V, A, Sum>(spans, out);
+        return fold_typed<V, A, AddTerms>(spans, out);
     case ReduceOp::max: return fold_typed<V, A, Max>(spans, out);
     case ReduceOp::min: return fold_typed<V, A, Min>(spans, out);
   }

@@ -12,7 +12,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/comm/flight.h"
+#include "moesh/comm/observers.h"
 
 namespace moesh::comm {
 
@@ -337,7 +337,8 @@ Handle Group::start_send(const at::Tensor& x, int to, std::int64_t label) {
   const auto number = call({.group = *this,
                             .op = Collective::send,
                             .bytes = static_cast<std::int64_t>(x.nbytes()),
-                            .ranks = ranks});
+                            .ranks = ranks,
+                            .x = &x});
   return in_progress(
       do_send(x.detach().contiguous(),
               {.peer = to, .number = num_sent_[static_cast<size_t>(to)]++, .label = label}),

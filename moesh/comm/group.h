@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "moesh/base/scoped_value.h"
+#include "moesh/base/this_thread.h"
 
 namespace moesh::comm {
 
@@ -82,7 +82,7 @@ struct Operation {
   Collective op;
   std::int64_t bytes = 0;         // of this rank's input; of recv, what comes
   const std::vector<int>& ranks;  // those of the world that meet
-  // The arguments of a collective.
+  // The arguments of a collective; x is also what is sent.
   const at::Tensor* x = nullptr;
   const Rows *rows = nullptr, *recv = nullptr;  // of each rank; of all_to_all: to and from it
   ReduceOp reduce = ReduceOp::sum;

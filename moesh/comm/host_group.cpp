@@ -2,24 +2,26 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/types/token.h"
 
 namespace moesh::comm {
 namespace {
 
-// Up to here a rank copies its input for its peers and does not wait until they have read it, and
-// all_reduce is one exchange in which every rank sums everything.
+// Up to here all_reduce is one exchange in which every rank sums everything; and on the host a rank
+// copies its input for its peers and does not wait until they have read it.
 constexpr std::int64_t kSmallBytes = 16 * 1024;
 
 bool is_small(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()) <= kSmallBytes; }
+// On a device peers may only have queued their reading of a copy when the last of them lets go of
+// it.
+bool is_copied(const at::Tensor& x) { return is_small(x) && x.device().is_cpu(); }
 
 std::vector<std::int64_t> sizes(const std::vector<Span>& spans) {
   std::vector<std::int64_t> n;
@@ -30,7 +32,7 @@ std::vector<std::int64_t> sizes(const std::vector<Span>& spans) {
 
 // The memory that the peers read: x, or a copy of it that will not be written.
 at::Tensor for_peers(const at::Tensor& x) {
-  if (!is_small(x)) return x;
+  if (!is_copied(x)) return x;
   const at::Tensor own = at::empty(x.sizes(), x.options());
   copy(whole(own), whole(x), x.options());
   return own;
@@ -51,7 +53,9 @@ class CopyWork final : public Work {
   CopyWork(std::unique_ptr<Exchange> exchange, at::Tensor out, std::vector<Span> into, int rank)
       : exchange_(std::move(exchange)), out_(std::move(out)), into_(std::move(into)), rank_(rank) {}
   at::Tensor wait() override {
-    copy_all(into_, exchange_->receive(), rank_, out_.options());
+    exchange_->run([into = into_, from = exchange_->receive(), rank = rank_, out = out_] {
+      copy_all(into, from, rank, out.options());
+    });
     exchange_->close();
     return out_;
   }
@@ -70,7 +74,9 @@ class FoldWork final : public Work {
       : exchange_(std::move(exchange)), out_(std::move(out)), op_(op) {}
   at::Tensor wait() override {
     const InSection reducing(Section::reduce);
-    fold(op_, exchange_->receive(), whole(out_), out_.options());
+    exchange_->run([op = op_, from = exchange_->receive(), out = out_] {
+      fold(op, from, whole(out), out.options());
+    });
     exchange_->close();
     return out_;
   }
@@ -106,12 +112,6 @@ std::vector<std::int64_t> sizes_with(const at::Tensor& x, std::int64_t rows) {
   return sizes;
 }
 
-void synchronize(const at::Device& device) {
-  if (device.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  guard.getStream(device).synchronize();
-}
-
 // A large all_reduce: rank r sums the r-th part of everyone, then the parts are gathered.
 class AllReduceWork final : public Work {
  public:
@@ -133,7 +133,9 @@ class AllReduceWork final : public Work {
   at::Tensor wait() override {
     const InSection reducing(Section::reduce);
     const auto mine = into_[static_cast<size_t>(group_.rank())];
-    fold(op_, exchange_->receive(), mine, out_.options());
+    exchange_->run([op = op_, from = exchange_->receive(), mine, out = out_] {
+      fold(op, from, mine, out.options());
+    });
     exchange_->close();
     call_.phase = 1;
     auto gather = group_.post({.call = call_,
@@ -142,7 +144,9 @@ class AllReduceWork final : public Work {
                                .into = into_,
                                .keep = {out_},
                                .options = out_.options()});
-    copy_all(into_, gather->receive(), group_.rank(), out_.options());
+    gather->run([into = into_, from = gather->receive(), rank = group_.rank(), out = out_] {
+      copy_all(into, from, rank, out.options());
+    });
     gather->close();
     return out_;
   }
@@ -272,14 +276,15 @@ std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
   if (!is_small(x)) return std::make_unique<AllReduceWork>(*this, call, x, op);
   const auto n = static_cast<size_t>(size());
   const at::Tensor mine = for_peers(x);
+  const at::Tensor out = at::empty(x.sizes(), x.options());
   auto exchange = post({.call = call,
                         .send = std::vector<Span>(n, whole(mine)),
                         .recv = std::vector<std::int64_t>(n, x.numel()),
                         .into = {},
                         .keep = {mine},
                         .options = x.options(),
-                        .wait_for_readers = false});
-  return std::make_unique<FoldWork>(std::move(exchange), at::empty(x.sizes(), x.options()), op);
+                        .wait_for_readers = !is_copied(x)});
+  return std::make_unique<FoldWork>(std::move(exchange), out, op);
 }
 
 std::unique_ptr<Work> HostGroup::start_copy(const Call& call, std::vector<Span> send,
@@ -291,7 +296,7 @@ std::unique_ptr<Work> HostGroup::start_copy(const Call& call, std::vector<Span> 
                         .into = into,
                         .keep = {mine, out},
                         .options = out.options(),
-                        .wait_for_readers = mine.defined() && !is_small(mine)});
+                        .wait_for_readers = mine.defined() && !is_copied(mine)});
   return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 
@@ -314,7 +319,7 @@ std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Ro
                         .into = {},
                         .keep = {mine},
                         .options = x.options(),
-                        .wait_for_readers = !is_small(x)});
+                        .wait_for_readers = !is_copied(x)});
   return std::make_unique<FoldWork>(std::move(exchange), out, op);
 }
 

@@ -3,6 +3,7 @@
 // ranks, and reductions sum in rank order, so that results have the same bits on both backends, in
 // every run.
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -81,6 +82,8 @@ class Exchange {
   virtual ~Exchange() = default;
   /// Blocks until every rank has posted; element j is what rank j sent here. Valid until `close`.
   virtual std::vector<Span> receive() = 0;
+  /// Reads what was received, by f, at once or on the queue of a device.
+  virtual void run(const std::function<void()>& f) { f(); }
   /// This rank has read what it received. Blocks until every rank has read what this rank sent, if
   /// the post says so.
   virtual void close() = 0;
@@ -127,8 +130,5 @@ void copy(Span to, Span from, const at::TensorOptions& options);
 /// some. The system hands out large blocks page by page, zeroed, and takes them back at once: for a
 /// result of some megabytes that costs as much as the copy into it, and more above 32 MiB.
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
-
-/// Work on an accelerator is asynchronous; peers may touch memory only when it is done.
-void synchronize(const at::Device& device);
 
 }  // namespace moesh::comm

@@ -12,8 +12,8 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/nccl/nccl_group.h"
-#include "moesh/comm/nccl/stream.h"
 #include "moesh/comm/observers.h"
+#include "moesh/comm/stream.h"
 #include "moesh/comm/tcp/tcp_world.h"
 #include "moesh/comm/threads/thread_world.h"
 
@@ -36,9 +36,6 @@ void LaunchOptions::validate() const {
   MOESH_CHECK(backend != Backend::nccl || device.is_cuda(), ErrorKind::config,
               "backend nccl works on GPUs, and device is ", device,
               "; set device to cuda, or backend to host");
-  MOESH_CHECK(!links || device.is_cpu(), ErrorKind::config,
-              "links are slowed down where ranks wait on the host, and device is ", device,
-              "; set device to cpu, or leave the links out");
 }
 
 int num_launched_processes() { return find_launcher().num_processes; }

@@ -6,7 +6,6 @@
 #include <sstream>
 
 #include "moesh/config/options.h"
-#include "moesh/config/tables.h"
 #include "moesh/formats/toml.h"
 #include "moesh/pipeline/schedule.h"
 
@@ -97,11 +96,12 @@ at::ScalarType scalar_type(const Config& config) {
 }
 
 kernels::Float8 float8(const Config& config) {
-  for (const char* key : {"training.float8", "training.float8_dense", "training.float8_tile"})
+  for (const char* key :
+       {"training.float8", "training.float8_dense", "training.float8_rows", "training.float8_tile"})
     check_option(config, key);
   const TrainingSection& t = config.training;
   const auto of = [&](const std::string& value) { return value == "off" ? 0 : t.float8_tile; };
-  return {.experts = of(t.float8), .dense = of(t.float8_dense)};
+  return {.experts = of(t.float8), .dense = of(t.float8_dense), .rows = of(t.float8_rows)};
 }
 
 at::Device device(const Config& config) {
@@ -119,11 +119,6 @@ comm::LaunchOptions launch_options(const Config& config) {
 std::optional<comm::Links> links(const Config& config) {
   const std::string& path = config.debug.links;
   if (path.empty()) return std::nullopt;
-  MOESH_CHECK(
-      at::Device(config.training.device).is_cpu(), ErrorKind::config,
-      describe_option(config, "debug.links"), ", and ", describe_option(config, "training.device"),
-      ": links are slowed down where ranks wait on the host; set training.device to cpu, or "
-      "leave debug.links out");
   comm::Links links{.ranks_per_node = mesh_shape(config).ranks_per_node};
   std::map<std::string, double> values;
   for (const char* key :
@@ -179,21 +174,29 @@ std::int64_t num_dp(const Config& config) {
 }  // namespace
 
 std::int64_t num_micro_batches(const Config& config) {
+  return num_micro_batches(config, num_dp(config));
+}
+std::int64_t num_micro_batches(const Config& config, std::int64_t num_dp) {
   if (config.training.global_batch_size == 0) return config.training.gradient_accumulation_steps;
-  return config.training.global_batch_size / (config.data.batch_size * num_dp(config));
+  return config.training.global_batch_size / (config.data.batch_size * num_dp);
 }
 
 pipeline::StagePlan stage_plan(const Config& config) {
   const ParallelismSection& p = config.parallelism;
-  const auto num_layers = static_cast<int>(models::facts(config.model.architecture).num_layers);
-  if (p.pipeline_parallel_degree == 1) return {num_layers};
-  if (!p.pipeline_parallel_layers_per_stage.empty())
-    return pipeline::given_plan(p.pipeline_parallel_layers_per_stage, num_layers);
-  const auto flops = models::flops_of_parts(config.model.architecture, config.data.sequence_length);
-  const int each = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
+  return stage_plan(config, static_cast<int>(p.pipeline_parallel_degree),
+                    p.pipeline_parallel_schedule);
+}
+pipeline::StagePlan stage_plan(const Config& config, int num_ranks_of_pp,
+                               const std::string& schedule, models::FlopsOfParts flops) {
+  const models::AnyConfig& model = config.model.architecture;
+  const auto num_layers = static_cast<int>(models::facts(model).num_layers);
+  const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
+  if (num_ranks_of_pp == 1) return {num_layers};
+  if (!given.empty()) return pipeline::given_plan(given, num_layers);
+  if (flops.layers.empty()) flops = models::flops_of_parts(model, config.data.sequence_length);
   return pipeline::balanced_plan(
       {.layers = flops.layers, .embedding = 0, .head = flops.head},
-      static_cast<int>(p.pipeline_parallel_degree) * (each == 0 ? 2 : each));
+      num_ranks_of_pp * pipeline::stages_of_a_rank(schedule, pipeline::kStagesOfARank));
 }
 
 namespace {

@@ -49,6 +49,7 @@ struct TrainingSection {
   std::string freeze = "";
   std::string float8 = "off";
   std::string float8_dense = "off";
+  std::string float8_rows = "off";
   std::int64_t float8_tile = 128;
   double max_minutes = 0;
   std::int64_t max_skipped_steps = 10;
@@ -190,6 +191,7 @@ struct MetricsSection {
   bool enable_tensorboard = false;
   bool enable_csv = false;
   std::int64_t expert_counts_freq = 1;
+  std::int64_t float8_freq = 100;
   double peak_tflops = 0;
   bool quiet = false;
 };
@@ -272,6 +274,8 @@ kernels::Float8 float8(const Config& config);
 /// Micro-batches of an optimizer step: what training.global_batch_size takes on this mesh, where it
 /// is set.
 std::int64_t num_micro_batches(const Config& config);
+/// With another number of data-parallel ranks.
+std::int64_t num_micro_batches(const Config& config, std::int64_t num_dp);
 /// Steps that are traced, counted from 1; nothing: none is. Throws Error (config) where the text of
 /// profile.steps is not such a range of steps of the run.
 struct StepRange {
@@ -281,6 +285,9 @@ std::optional<StepRange> profile_steps(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 /// The layers of each stage, as the user wants them or balanced by FLOPs. Without pp: one stage.
 pipeline::StagePlan stage_plan(const Config& config);
+/// With another pp and schedule; `flops` where the caller knows them.
+pipeline::StagePlan stage_plan(const Config& config, int num_ranks_of_pp,
+                               const std::string& schedule, models::FlopsOfParts flops = {});
 optim::Groups param_groups(const Config& config);
 bool has_lora(const Config& config);
 /// Which weights LoRA adapts, and how: as [lora] says, or the adapter which it names. Nothing: all

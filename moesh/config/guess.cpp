@@ -1,4 +1,4 @@
-#include "moesh/config/guess.h"
+#include "moesh/config/merge.h"
 
 #include <algorithm>
 #include <map>

@@ -5,12 +5,10 @@
 #include <filesystem>
 
 #include "moesh/base/text.h"
-#include "moesh/config/guess.h"
 #include "moesh/config/options.h"
-#include "moesh/config/tables.h"
 #include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/hub.h"
+#include "moesh/formats/name.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::config {

@@ -4,10 +4,9 @@
 #include <charconv>
 #include <cmath>
 
-#include "moesh/base/terminal.h"
-#include "moesh/config/tables.h"
+#include "moesh/base/text.h"
 #include "moesh/models/registry.h"
-#include "moesh/optim/rule.h"
+#include "moesh/optim/rules.h"
 #include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
@@ -67,6 +66,11 @@ std::vector<Option> make_options() {
                    one_of({"off", "blockwise"})),
       MOESH_OPTION(numbers, training, float8_dense,
                    "the same for the projections of attention, of MLPs and of shared experts",
+                   one_of({"off", "blockwise"})),
+      MOESH_OPTION(numbers, training, float8_rows,
+                   "blockwise: routed experts get tokens, and gradients of their outputs, rounded "
+                   "to float8 with a scale for each tile, and between ranks these travel so; what "
+                   "comes back is in training.dtype",
                    one_of({"off", "blockwise"})),
       MOESH_OPTION(numbers, training, float8_tile,
                    "features in a tile of float8, rows and columns of a block; kernels of GPUs are "
@@ -311,6 +315,10 @@ std::vector<Option> make_options() {
       MOESH_OPTION(output, metrics, enable_csv, "also write metrics.csv"),
       MOESH_OPTION(output, metrics, expert_counts_freq,
                    "steps between two records of how many tokens each expert had", at_least(1)),
+      MOESH_OPTION(output, metrics, float8_freq,
+                   "steps between two counts of what float8 rounds to 0 and to its largest code; "
+                   "0: none",
+                   at_least(0)),
       MOESH_OPTION(output, metrics, peak_tflops,
                    "peak TFLOP/s of one device, to compare with; 0: the maker's figure, where "
                    "moesh knows it (bfloat16 on GPUs)",

@@ -1,6 +1,5 @@
 #pragma once
-// The table of all options. One line in options.cpp is one option: effect, name and member, help,
-// rule.
+// The table of all options, and lists of tables such as [[data.source]].
 
 #include <limits>
 #include <optional>
@@ -11,6 +10,9 @@
 #include "moesh/config/merge.h"
 
 namespace moesh::config {
+
+// The table of all options. One line in options.cpp is one option: effect, name and member, help,
+// rule.
 
 /// The kinds of values that an option takes.
 struct ValueRule {
@@ -106,5 +108,46 @@ Value read(const models::ModelKey& key);
 std::vector<std::pair<std::string, Value>> model_values(const Config& config);
 /// Nothing where the model has no such key.
 std::optional<Value> model_value(const Config& config, const std::string& name);
+
+// Lists of a configuration, [[data.source]]: every entry has the same keys. The key of an entry is
+// called by its number, "data.source.0.path", in settings, origins and messages.
+
+struct Column {
+  std::string key, help;
+  ValueRule rule;
+  Value initial;
+  Value (*get)(const Config& config, std::size_t row);
+  void (*set)(Config& config, std::size_t row, const Value& value);
+};
+
+struct Table {
+  Effect effect;
+  std::string name;  // "data.source"
+  std::string help;
+  std::vector<Column> columns;
+  std::size_t (*size)(const Config& config);
+  void (*resize)(Config& config, std::size_t size);
+
+  std::string section() const { return name.substr(0, name.find('.')); }
+};
+
+/// In the order of the sections of Config.
+const std::vector<Table>& tables();
+
+/// One key of one entry, which need not exist yet.
+struct Cell {
+  const Table* table;
+  std::size_t row;
+  const Column* column;
+
+  std::string name() const;
+  Value get(const Config& config) const { return column->get(config, row); }
+};
+/// Nothing where the name is not that of a table, a number and a key.
+std::optional<Cell> find_cell(const std::string& name);
+/// The cells of all entries.
+std::vector<Cell> cells(const Config& config);
+/// "data.source.N.path" and so on, to look for a name.
+std::vector<std::string> cell_names();
 
 }  // namespace moesh::config

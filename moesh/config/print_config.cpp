@@ -4,7 +4,6 @@
 
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
-#include "moesh/config/tables.h"
 #include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
 

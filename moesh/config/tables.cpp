@@ -1,4 +1,4 @@
-#include "moesh/config/tables.h"
+#include "moesh/config/options.h"
 
 #include <charconv>
 

@@ -9,7 +9,6 @@
 #include "moesh/base/text.h"
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
-#include "moesh/config/tables.h"
 #include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
 #include "moesh/pipeline/schedule.h"
@@ -145,7 +144,8 @@ void check_pipeline(const Config& c, const models::ModelFacts& facts) {
   if (degree == 1) return;
   const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
   if (layers.empty()) {
-    const std::int64_t each = wanted == 0 ? 2 : wanted, most = facts.num_layers / each;
+    const std::int64_t each = wanted == 0 ? pipeline::kStagesOfARank : wanted,
+                       most = facts.num_layers / each;
     MOESH_CHECK(facts.num_layers >= degree * each, ErrorKind::config, describe_option(c, kPipeline),
                 ", with ", each, each == 1 ? " stage" : " stages", " on each rank (",
                 describe_option(c, kSchedule), "), and ", describe_option(c, "model.num_layers"),
@@ -171,8 +171,9 @@ void check_pipeline(const Config& c, const models::ModelFacts& facts) {
               " on each; write as many numbers, or choose another schedule");
 }
 
-// A tile of float8 never crosses ranks, so that a mesh has the codes of one rank. Experts have
-// whole tiles only; in others the last tile of a dimension that no rank cuts may be short.
+// A tile of float8 never crosses ranks, so that a mesh has the codes of one rank. Experts and rows
+// that travel have whole tiles only; in others the last tile of a dimension that no rank cuts may
+// be short.
 void check_float8(const Config& c) {
   const kernels::Float8 tiles = float8(c);
   if (!tiles.any()) return;
@@ -183,6 +184,11 @@ void check_float8(const Config& c) {
     std::int64_t size, parts;
   };
   std::vector<Features> all;
+  if (tiles.rows > 0)
+    all.push_back(
+        {describe_option(c, "training.float8_rows") + ", and " + describe_option(c, "model.dim"),
+         "model.dim", kExpertTensor,
+         std::visit([](const auto& m) { return m.dim; }, c.model.architecture), 1});
   const OneRankScope scope;
   models::make_model(c.model.architecture, {.device = at::kMeta, .float8 = tiles})
       ->each_param([&](const Stored& w, bool) {

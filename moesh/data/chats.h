@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "moesh/data/tokenize_input.h"
+#include "moesh/data/tokenize_files.h"
 #include "moesh/tokenizer/tokenizer.h"
 
 namespace moesh::data {

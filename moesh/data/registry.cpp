@@ -4,11 +4,10 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
-#include "moesh/data/best_fit.h"
-#include "moesh/data/mixture.h"
+#include "moesh/data/dataset.h"
 #include "moesh/data/packed.h"
 #include "moesh/data/synthetic.h"
-#include "moesh/data/tokenized.h"
+#include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/token_file.h"
 

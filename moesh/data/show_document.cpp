@@ -1,13 +1,11 @@
-#include "moesh/data/show_document.h"
+#include "moesh/data/tokenize.h"
 
 #include <algorithm>
 #include <cstdio>
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
-#include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
 #include "moesh/formats/token_file.h"

@@ -13,11 +13,10 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/base/interrupt.h"
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
-#include "moesh/data/tokenize_input.h"
-#include "moesh/data/tokenize_output.h"
+#include "moesh/base/this_thread.h"
+#include "moesh/data/tokenize_files.h"
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
@@ -192,11 +191,11 @@ std::string describe_work(const TokenizeOptions& o, const std::vector<TextFile>&
   return formats::checksum_text(formats::hash_block(text));
 }
 
-class Progress {
+class TokenizeProgress {
  public:
-  Progress(bool shown, std::uint64_t total)
+  TokenizeProgress(bool shown, std::uint64_t total)
       : shown_(shown), is_terminal_(::isatty(STDERR_FILENO) != 0), total_(total) {}
-  ~Progress() {
+  ~TokenizeProgress() {
     if (drawn_) std::fputc('\n', stderr);
   }
 
@@ -284,9 +283,10 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
     std::vector<EncodeBuffers> buffers(static_cast<std::size_t>(num_threads));
     const std::size_t per_round = buffers.size() * 8;
     TextReader reader(files, output.state().place);
-    Progress progress(options.show_progress,
-                      std::accumulate(files.begin(), files.end(), std::uint64_t{0},
-                                      [](auto sum, const TextFile& f) { return sum + f.size; }));
+    TokenizeProgress progress(
+        options.show_progress,
+        std::accumulate(files.begin(), files.end(), std::uint64_t{0},
+                        [](auto sum, const TextFile& f) { return sum + f.size; }));
     auto last_save = Clock::now();
     const auto read = [&] { return read_round(reader, per_round); };
     std::vector<Encoded> round = read();

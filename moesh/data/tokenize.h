@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "moesh/data/chats.h"
+#include "moesh/formats/token_file.h"
 
 namespace moesh::data {
 
@@ -53,5 +54,33 @@ void check_token_files(const std::string& prefix);
 /// The end-of-document token of a tokenizer's folder: eos_token of tokenizer_config.json; empty
 /// if there is none.
 std::string find_end_of_document(const std::string& tokenizer);
+
+// Text files as token ids, made when a run first asks for them and kept in a folder: memory does
+// not grow with the text, and the next run finds them.
+
+struct TokenizedText {
+  std::string path, kind;   // text: one document; jsonl: one for each line
+  std::string tokenizer;    // a tokenizer.json, or its folder
+  std::string folder;       // where ids are kept
+  std::int64_t vocab_size;  // of the model
+};
+
+/// The ids of the text, each document closed by the tokenizer's own end-of-text token where its
+/// folder names one. A run that was stopped while it made them goes on there; where several
+/// processes ask, one makes them and the others wait. Another text or tokenizer has another name.
+formats::TokenFile open_tokenized(const TokenizedText& text);
+
+// A document of a file of tokens as text, so that a person can look at what a model is trained on.
+
+struct ShowOptions {
+  std::string path;  // PREFIX, PREFIX.bin or PREFIX.idx
+  std::int64_t document = 0;
+  std::string tokenizer;  // a tokenizer.json, or its folder; empty: that of PREFIX.moesh.json
+  /// Marks around tokens that are trained on, if there is a mask.
+  std::string begin_trained = "[[", end_trained = "]]";
+};
+
+/// The contents of the file in a few lines, followed by the document.
+std::string show_document(const ShowOptions& options);
 
 }  // namespace moesh::data

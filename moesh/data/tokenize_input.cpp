@@ -1,4 +1,4 @@
-#include "moesh/data/tokenize_input.h"
+#include "moesh/data/tokenize_files.h"
 
 #include <glob.h>
 #include <sys/stat.h>

@@ -1,4 +1,4 @@
-#include "moesh/data/tokenize_output.h"
+#include "moesh/data/tokenize_files.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -1,4 +1,4 @@
-#include "moesh/data/tokenized.h"
+#include "moesh/data/tokenize.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -12,7 +12,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
-#include "moesh/data/tokenize.h"
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"

@@ -14,10 +14,11 @@ namespace {
 
 // Bandwidths are what collectives reach: about 80 % of the links' own.
 const std::vector<Cluster>& gpus() {
-  const auto gpu = [](const char* name, double tflops, double gib, double hbm, double node,
-                      double network) {
+  const auto gpu = [](const char* name, double tflops, double float8, double gib, double hbm,
+                      double node, double network) {
     return Cluster{.gpu = name,
                    .peak_flops = tflops * 1e12,
+                   .peak_float8_flops = float8 * 1e12,
                    .memory = gib * 0x1p30,
                    .memory_bandwidth = hbm * 1e12,
                    .node_bandwidth = node * 1e9,
@@ -25,9 +26,9 @@ const std::vector<Cluster>& gpus() {
                    .latency = 5e-6};
   };
   static const std::vector<Cluster> all{
-      gpu("a100", 312, 80, 2.0, 240, 20), gpu("h100", 989, 80, 3.35, 360, 40),
-      gpu("h200", 989, 141, 4.8, 360, 40), gpu("h800", 989, 80, 3.35, 160, 40),
-      gpu("b200", 2250, 180, 8.0, 720, 40)};
+      gpu("a100", 312, 0, 80, 2.0, 240, 20), gpu("h100", 989, 1979, 80, 3.35, 360, 40),
+      gpu("h200", 989, 1979, 141, 4.8, 360, 40), gpu("h800", 989, 1979, 80, 3.35, 160, 40),
+      gpu("b200", 2250, 4500, 180, 8.0, 720, 40)};
   return all;
 }
 
@@ -45,6 +46,7 @@ Cluster read_file(const std::string& path) {
   Cluster c{.gpu = path};
   const std::map<std::string, std::pair<double*, double>> keys{
       {"peak_tflops", {&c.peak_flops, 1e12}},
+      {"peak_float8_tflops", {&c.peak_float8_flops, 1e12}},
       {"memory_gib", {&c.memory, 0x1p30}},
       {"memory_bandwidth_gbs", {&c.memory_bandwidth, 1e9}},
       {"node_bandwidth_gbs", {&c.node_bandwidth, 1e9}},
@@ -52,8 +54,10 @@ Cluster read_file(const std::string& path) {
       {"latency_us", {&c.latency, 1e-6}}};
   const std::map<std::string, int*> counts{{"gpus_per_node", &c.gpus_per_node},
                                            {"num_nodes", &c.num_nodes}};
+  constexpr const char* kFloat8 = "peak_float8_tflops";  // the others have to be there
   std::vector<std::string> missing;
-  for (const auto& [name, target] : keys) missing.push_back(name);
+  for (const auto& [name, target] : keys)
+    if (name != kFloat8) missing.push_back(name);
   for (const auto& [name, target] : counts) missing.push_back(name);
   const std::string all = joined_by_or(missing);
   for (const formats::TomlEntry& e : formats::read_toml(path)) {
@@ -66,7 +70,7 @@ Cluster read_file(const std::string& path) {
       continue;
     }
     MOESH_CHECK(keys.contains(e.key) || counts.contains(e.key), ErrorKind::config, where(),
-                " is not a key of a cluster; the keys are gpu, ", all);
+                " is not a key of a cluster; the keys are gpu, ", kFloat8, ", ", all);
     MOESH_CHECK(number > 0 && number < 1e9, ErrorKind::config, where(), " is ",
                 formats::to_toml(e.value), "; it takes a number above 0");
     if (counts.contains(e.key)) {

@@ -14,6 +14,7 @@ struct Cluster {
   std::string gpu;
   int gpus_per_node = 8, num_nodes = 1;
   double peak_flops = 0;         // of dense matrix products in bfloat16
+  double peak_float8_flops = 0;  // likewise in float8; 0: it has none
   double memory = 0;             // bytes of a GPU
   double memory_bandwidth = 0;   // bytes/s of a GPU
   double node_bandwidth = 0;     // bytes/s that a GPU sends to others of its node

@@ -124,14 +124,10 @@ class ActionWatch {
     const std::int64_t added = DryRun::live() - before_;
     StageLive& s = stages_[stage];
     const char kind = name[0];
-    if (kind == 'F')
-      for (const auto& [key, entry] : sent_.ledger()) {
-        comm::Traffic& mine = work_.sent_in_forward[key];
-        const auto found = sent_before_.find(key);
-        const comm::Traffic first = found == sent_before_.end() ? comm::Traffic() : found->second;
-        mine.num_calls += entry.num_calls - first.num_calls;
-        mine.num_bytes += entry.num_bytes - first.num_bytes;
-      }
+    if (kind == 'F') {
+      add(work_.sent_in_forward, sent_.ledger(), 1);
+      add(work_.sent_in_forward, sent_before_, -1);
+    }
     std::int64_t& inside = kind == 'F' ? s.in_forward : kind == 'W' ? s.in_weights : s.in_backward;
     inside = std::max(inside, DryRun::peak() - before_);
     // The first two forwards of the last stage leave sums of the head's gradient that travel as
@@ -268,7 +264,7 @@ Estimate DryRank::step(std::int64_t num_micro) {
       c10::multiply_integers(model_->stream_sizes(micro_batches[0], options.forward)) *
       static_cast<std::int64_t>(
           c10::elementSize(c10::typeMetaToScalarType(model_->stream_options().dtype())));
-  optimizer_->begin_step(learning_rate(config_, 0));
+  optimizer_->begin_step(learning_rates(config_)(0));
   UnreadStep gradients = start_gradients(*model_, std::move(micro_batches), options);
   // Those of one micro-batch on one rank are in the type of the work.
   e.state = state(), e.expert_state = expert_state();

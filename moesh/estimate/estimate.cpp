@@ -1,6 +1,7 @@
 #include "moesh/estimate/estimate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "moesh/base/error.h"
@@ -55,7 +56,7 @@ class Pipeline {
         Stage& stage = mine.emplace_back();
         stage.emplace_back(begin == 0, end == num_layers);
         for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-          stage.emplace_back(model.is_moe[i], model.layer_flops[i]);
+          stage.emplace_back(model.is_moe[i], model.flops.layers[i]);
       }
       const auto [found, is_new] = known.emplace(std::move(mine), all.size());
       if (is_new) all.emplace_back();
@@ -84,24 +85,15 @@ class Pipeline {
     const std::int64_t together = config_.parallelism.overlap_experts ? 2 : 1,
                        begin = together + num_micro_ % together,
                        num_more = (num_micro_ - begin) / together - 1;
-    const comm::Ledger few = DryRank(config_, rank).step(begin).traffic;
-    comm::Ledger all = DryRank(config_, rank).step(begin + together).traffic;
-    for (auto& [key, entry] : all) {
-      const auto found = few.find(key);
-      const comm::Traffic first = found == few.end() ? comm::Traffic() : found->second;
-      entry.num_calls += num_more * (entry.num_calls - first.num_calls);
-      entry.num_bytes += num_more * (entry.num_bytes - first.num_bytes);
-    }
+    comm::Ledger all = DryRank(config_, rank).step(begin + together).traffic, more = all;
+    add(more, DryRank(config_, rank).step(begin).traffic, -1);
+    add(all, more, num_more);
     return all;
   }
 
  private:
   pipeline::Schedule schedule_with(std::int64_t num_micro) const {
-    const auto m = static_cast<int>(num_micro);
-    return shape_.pp == 1
-               ? pipeline::one_f_one_b(1, m)
-               : pipeline::make_schedule(options_.schedule, shape_.pp, options_.stages_of_a_rank, m,
-                                         options_.overlap_experts);
+    return schedule_of(options_, shape_.pp, static_cast<std::size_t>(num_micro));
   }
   std::vector<int> stages_of(int rank) const {
     std::vector<int> mine;
@@ -171,6 +163,21 @@ std::int64_t sum_of(const comm::Ledger& traffic) {
 }
 
 }  // namespace
+
+StateMemory StateMemory::plus(const StateMemory& other, double times) const {
+  const auto sum = [&](std::int64_t a, std::int64_t b) {
+    return a + std::llround(times * static_cast<double>(b));
+  };
+  return {sum(weights, other.weights), sum(gradients, other.gradients),
+          sum(optimizer, other.optimizer)};
+}
+
+void add(comm::Ledger& to, const comm::Ledger& other, std::int64_t times) {
+  for (const auto& [key, entry] : other) {
+    to[key].num_bytes += times * entry.num_bytes;
+    to[key].num_calls += times * entry.num_calls;
+  }
+}
 
 std::int64_t Estimate::moved() const { return sum_of(traffic); }
 

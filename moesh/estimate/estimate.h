@@ -23,7 +23,12 @@ using config::Config;
 struct StateMemory {
   std::int64_t weights = 0, gradients = 0, optimizer = 0;
   std::int64_t total() const { return weights + gradients + optimizer; }
+  /// This and so many times the other.
+  StateMemory plus(const StateMemory& other, double times = 1) const;
 };
+
+/// Adds so many times the other.
+void add(comm::Ledger& to, const comm::Ledger& other, std::int64_t times);
 
 /// Bytes that one micro-batch holds on a stage.
 struct StageLive {

@@ -9,7 +9,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/dry_rank.h"
 #include "moesh/models/stage.h"
-#include "moesh/optim/muon.h"
+#include "moesh/optim/rules.h"
 #include "moesh/pipeline/simulate.h"
 
 namespace moesh::estimate {
@@ -68,7 +68,7 @@ bool begins_with_dense(const models::AnyConfig& full) {
 // After how many layers a model begins anew: where some see all keys and others a window, or have a
 // state, one of each stands for neither, and they are added together.
 int period(const ModelShape& shape) {
-  const auto& flops = shape.layer_flops;
+  const auto& flops = shape.flops.layers;
   const auto is_near = [](double a, double b) { return std::abs(a - b) <= 1e-9 * b; };
   std::size_t p = 1;
   while (p < flops.size() && !std::equal(flops.begin() + static_cast<std::ptrdiff_t>(p),
@@ -114,33 +114,21 @@ void each_longer(const std::vector<Short>& models, F f) {
     }
 }
 
-void subtract(comm::Ledger& from, const comm::Ledger& other, std::int64_t times) {
-  for (const auto& [key, entry] : other) {
-    from[key].num_bytes -= times * entry.num_bytes;
-    from[key].num_calls -= times * entry.num_calls;
-  }
-}
-
 void add(kernels::meta::WorkLedger& to, const kernels::meta::WorkLedger& other, double times) {
   for (const auto& [kernel, count] : other)
     if ((to[kernel] += times * count) == 0) to.erase(kernel);
 }
-void subtract(PassWork& from, const PassWork& other, std::int64_t times) {
-  const auto factor = -static_cast<double>(times);
-  add(from.forward, other.forward, factor), add(from.again, other.again, factor);
-  add(from.backward, other.backward, factor);
-  subtract(from.sent_in_forward, other.sent_in_forward, times);
-}
-
-StateMemory minus(const StateMemory& a, const StateMemory& b) {
-  return {a.weights - b.weights, a.gradients - b.gradients, a.optimizer - b.optimizer};
+void subtract(PassWork& from, const PassWork& other) {
+  add(from.forward, other.forward, -1), add(from.again, other.again, -1);
+  add(from.backward, other.backward, -1);
+  estimate::add(from.sent_in_forward, other.sent_in_forward, -1);
 }
 
 // What a ring over n ranks sends of what it moves.
 double sent(int n) { return static_cast<double>(n - 1) / n; }
 
 PartProfile part(const Estimate& e) {
-  PartProfile p{.dense = minus(e.state, e.expert_state),
+  PartProfile p{.dense = e.state.plus(e.expert_state, -1),
                 .experts = e.expert_state,
                 .activations = static_cast<double>(e.activations()),
                 .traffic = e.traffic,
@@ -152,26 +140,17 @@ PartProfile part(const Estimate& e) {
   return p;
 }
 
-PartProfile difference(PartProfile a, const PartProfile& b, std::int64_t times = 1) {
-  for (std::int64_t i = 0; i < times; ++i) {
-    a.dense = minus(a.dense, b.dense), a.experts = minus(a.experts, b.experts);
-    a.activations -= b.activations, a.tp_gradients -= b.tp_gradients;
-  }
-  subtract(a.traffic, b.traffic, times);
-  subtract(a.work, b.work, times);
+PartProfile difference(PartProfile a, const PartProfile& b) {
+  a.dense = a.dense.plus(b.dense, -1), a.experts = a.experts.plus(b.experts, -1);
+  a.activations -= b.activations, a.tp_gradients -= b.tp_gradients;
+  estimate::add(a.traffic, b.traffic, -1);
+  subtract(a.work, b.work);
   return a;
-}
-
-StateMemory scaled(const StateMemory& s, double factor) {
-  const auto times = [&](std::int64_t n) {
-    return static_cast<std::int64_t>(static_cast<double>(n) * factor + 0.5);
-  };
-  return {times(s.weights), times(s.gradients), times(s.optimizer)};
 }
 
 PartProfile divided(PartProfile p, std::int64_t n) {
   const double part = 1 / static_cast<double>(n);
-  p.dense = scaled(p.dense, part), p.experts = scaled(p.experts, part);
+  p.dense = StateMemory().plus(p.dense, part), p.experts = StateMemory().plus(p.experts, part);
   p.activations *= part, p.tp_gradients *= part;
   for (auto* ledger : {&p.traffic, &p.work.sent_in_forward})
     for (auto& [key, entry] : *ledger) entry.num_bytes /= n, entry.num_calls /= n;
@@ -184,8 +163,11 @@ PartProfile divided(PartProfile p, std::int64_t n) {
 // are the rings. Copies of the model sum their gradients.
 PartProfile rescaled(const PartProfile& p, const MeshShape& from, const MeshShape& to) {
   PartProfile out{.activations = p.activations, .work = p.work};
-  out.dense = scaled(p.dense, static_cast<double>(from.size(fsdp)) / to.size(fsdp));
-  out.experts = scaled(p.experts, static_cast<double>(from.size(efsdp)) / to.size(efsdp));
+  const auto factor = [&](Axes axes) {
+    return static_cast<double>(from.size(axes)) / to.size(axes);
+  };
+  out.dense = out.dense.plus(p.dense, factor(fsdp));
+  out.experts = out.experts.plus(p.experts, factor(efsdp));
   for (const auto& [key, entry] : p.traffic) {
     if (entry.num_calls == 0) continue;
     const Axes axes = axes_of(key.first);
@@ -309,13 +291,12 @@ void set_muon(const Config& config, ModelShape& shape) {
 }  // namespace
 
 ModelShape model_shape(const Config& config) {
-  const models::FlopsOfParts flops =
+  models::FlopsOfParts flops =
       models::flops_of_parts(config.model.architecture, config.data.sequence_length);
   return std::visit(
       [&](const auto& c) {
         const models::DecoderPlan plan = c.plan();
-        ModelShape shape{
-            .is_moe = {}, .layer_flops = flops.layers, .head_flops = flops.head, .dim = c.dim};
+        ModelShape shape{.is_moe = {}, .flops = std::move(flops), .dim = c.dim};
         set_shares(plan, shape);
         if (config.optimizer.name == "muon") set_muon(config, shape);
         for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));

@@ -38,9 +38,8 @@ enum class Stages { one, soon, after_all, in_halves };
 
 /// The layers of the model of a configuration, whatever the mesh.
 struct ModelShape {
-  std::vector<bool> is_moe;         // of each layer
-  std::vector<double> layer_flops;  // for each token, forward and backward
-  double head_flops = 0;
+  std::vector<bool> is_moe;    // of each layer
+  models::FlopsOfParts flops;  // for each token, forward and backward
   std::int64_t dim = 0;
   // Shares of what is around the layers (embedding, head, layers of multi-token prediction) that
   // the first and the last stage have, by parameters that are not those of experts.

@@ -117,7 +117,9 @@ bool fits_plan(const Config& config, const std::string& schedule, int num_ranks_
   const auto num_layers = static_cast<int>(models::facts(config.model.architecture).num_layers);
   const int wanted = pipeline::stages_of_a_rank(schedule);
   const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
-  if (given.empty()) return num_ranks_of_pp * (wanted == 0 ? kStagesOfARank : wanted) <= num_layers;
+  if (given.empty())
+    return num_ranks_of_pp * pipeline::stages_of_a_rank(schedule, pipeline::kStagesOfARank) <=
+           num_layers;
   const auto num = static_cast<int>(pipeline::given_plan(given, num_layers).size());
   const int each = num / num_ranks_of_pp;
   return num % num_ranks_of_pp == 0 && (wanted == 0 ? each >= 2 : each == wanted);

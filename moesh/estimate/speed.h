@@ -24,7 +24,11 @@ struct Compute {
   double at_experts() const { return experts + moving; }
   void add(const Compute& c, double times = 1);
 };
-Compute compute_of(const WorkLedger& work, const Cluster& gpu);
+/// `part_of_step` counts of what a step does once.
+Compute compute_of(const WorkLedger& work, const Cluster& gpu, double part_of_step = 1);
+
+/// The products that give the gradients of weights: as many as in forward, and never in float8.
+double seconds_of_weight_gradients(const WorkLedger& forward, const Cluster& gpu);
 
 /// What products of experts take at least, however many rows an expert has.
 double least_seconds_of_experts(const PassWork& work, const Cluster& gpu);

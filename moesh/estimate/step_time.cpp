@@ -5,259 +5,16 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/pipeline/lanes.h"
+#include "moesh/estimate/layer_time.h"
 
 namespace moesh::estimate {
 namespace {
-
-// Seconds of one micro-batch on a rank in one direction, by what goes on beside what.
-struct Pass {
-  double before = 0;               // computing until rows go to their experts
-  double at_experts = 0;           // with rows that have come there
-  double after = 0;                // when they are home
-  double between = 0, inside = 0;  // rows between nodes, and inside those of two hops
-  double hidden = 0;               // of these, behind what another micro-batch computes
-  double apart = 0;                // rows over etp, which nothing hides
-  double tensor = 0;               // collectives of tp and cp
-  double storage = 0;  // gathering parameters and reducing gradients, as far as it shows
-
-  double compute() const { return before + at_experts + after; }
-  double travel() const { return between + inside; }
-  double rows() const { return travel() - hidden + apart; }
-  double all() const { return compute() + rows() + tensor + storage; }
-  void add(const Pass& p, double times = 1) {
-    before += times * p.before, at_experts += times * p.at_experts, after += times * p.after;
-    between += times * p.between, inside += times * p.inside, hidden += times * p.hidden;
-    apart += times * p.apart, tensor += times * p.tensor, storage += times * p.storage;
-  }
-};
-
-// Seconds of both directions, of a layer or of a stage.
-struct Parts {
-  Pass forward, backward;
-  Compute compute;     // of both, by kernels
-  double again = 0;    // part of it: forward once more, in backward
-  double weights = 0;  // part of backward: gradients of weights, which can be left for later
-
-  void add(const Parts& p, double times = 1) {
-    forward.add(p.forward, times), backward.add(p.backward, times);
-    compute.add(p.compute, times);
-    again += times * p.again, weights += times * p.weights;
-  }
-  double all() const { return forward.all() + backward.all(); }
-  double between() const { return forward.between + backward.between; }
-  double inside() const { return forward.inside + backward.inside; }
-  double rows() const { return forward.rows() + backward.rows(); }
-  double tensor() const { return forward.tensor + backward.tensor; }
-  double storage() const { return forward.storage + backward.storage; }
-};
-
-// What a layer does in one direction. As many rows come home as go there in forward; the others of
-// backward go there with them. In forward their counts come first, for which the rank waits, behind
-// rows that are under way (their own time is among that of the rows).
-void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward) {
-  const double home = std::min(p.between, forward.between / 2),
-               home_inside = std::min(p.inside, forward.inside / 2),
-               counts = &p == &forward ? 1e-9 : 0;
-  lane.push_back({.compute = p.before, .message = counts, .takes_turns = false});
-  lane.push_back({.message = p.between - home});
-  const auto link = pipeline::RowLink::inside;
-  if (p.inside > 0) lane.push_back({.message = counts, .link = link, .takes_turns = false});
-  lane.push_back({.message = p.inside - home_inside, .link = link});
-  lane.push_back({.compute = p.at_experts, .message = p.apart, .takes_turns = false});
-  lane.push_back({.message = home_inside, .link = link});
-  lane.push_back({.message = home});
-  lane.push_back({.compute = p.after});
-}
-
-// How much sooner two lanes end that take turns.
-double gain_of_turns(const std::vector<pipeline::Lane>& lanes) {
-  double apart = 0;
-  for (const pipeline::Lane& lane : lanes) apart += pipeline::seconds_apart(lane);
-  return std::max(0.0, apart - pipeline::seconds_in_turns(lanes, kPartThatMoves));
-}
-
-// What a pass hides beside another one like it, in a model of many such layers.
-double hidden_in_pairs(const Pass& p, const Pass& forward) {
-  constexpr int kLayers = 16;
-  pipeline::Lane lane;
-  for (int i = 0; i < kLayers; ++i) add_to(lane, p, forward);
-  return std::min(p.travel(), gain_of_turns({lane, lane}) / (2 * kLayers));
-}
-
-// Where micro-batches of a pipeline share gathered parameters, a step gathers them once.
-bool shares_gathers(const Config& config, const MeshShape& mesh) {
-  return mesh.pp > 1 && !config.parallelism.fsdp_reshard_after_forward;
-}
-
-// A step as far as the time of a layer depends on it.
-struct Setting {
-  const Config& config;
-  const Cluster& cluster;
-  MeshShape mesh;
-  std::int64_t num_micro = 1;
-  double in_pairs = 0;  // the part of the micro-batches which have another one beside them
-  bool moves_parameters = true;
-
-  // The last of an odd number has none.
-  static double pairs(bool overlaps, const MeshShape& mesh, std::int64_t num_micro) {
-    if (!overlaps || mesh.pp > 1 || mesh.ep * mesh.etp == 1) return 0;
-    return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);
-  }
-  double gathers_of_each() const {
-    return shares_gathers(config, mesh) ? 1 / static_cast<double>(num_micro) : 1;
-  }
-  bool gathers_again() const {
-    return !shares_gathers(config, mesh) && (config.parallelism.fsdp_reshard_after_forward ||
-                                             config.activation_checkpoint.mode == "full");
-  }
-};
-
-// Passes over parameters that are gathered, and gradients that are reduced and added up: bytes.
-struct ParameterBytes {
-  double gather = 0, gradients = 0;
-};
-ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
-  constexpr double kMaster = 4;                                   // bytes of a number at rest
-  const double later = 1 - 1 / static_cast<double>(s.num_micro);  // that are not the first
-  ParameterBytes bytes;
-  for (const auto& [state, axes] :
-       {std::pair(&p.dense, fsdp), std::pair(&p.experts, Axes(efsdp))}) {
-    const double n = s.mesh.size(axes), weights = static_cast<double>(state->weights) / kMaster,
-                 gradients = static_cast<double>(state->gradients) / kMaster;
-    if (n == 1) {  // casts are among the kernels; float32 sums begin with the second
-      bytes.gradients += 18 * later * gradients;
-      continue;
-    }
-    bytes.gather += 6 * weights + 4 * n * weights;  // cast, and taken out of the message
-    bytes.gradients += (6 * n + 12 * later + 8 * (1 - later)) * gradients;  // packed, added
-  }
-  return bytes;
-}
-
-double seconds_of(const Setting& s, const comm::Ledger::value_type& entry) {
-  const auto& [key, traffic] = entry;
-  return seconds(s.cluster, group_shape(s.cluster, s.mesh, axes_of(key.first)), key.second,
-                 static_cast<double>(traffic.num_bytes), static_cast<double>(traffic.num_calls));
-}
-
-void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
-  for (const auto& entry : traffic) {
-    const Axes axes = axes_of(entry.first.first);
-    if ((axes & (dp_replicate | dp_shard | efsdp)) != none) continue;
-    const bool is_row = (axes & (ep | ep_nodes | ep_inside | etp)) != none,
-               is_between = (axes & (ep | ep_nodes)) != none,
-               is_inside = (axes & ep_inside) != none;
-    (!is_row      ? to.tensor
-     : is_between ? to.between
-     : is_inside  ? to.inside
-                  : to.apart) += seconds_of(s, entry);
-  }
-}
-
-// Keys and values of half the heads travel behind attention of the others; latents do not.
-void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, Pass& of) {
-  const models::ModelFacts facts = models::facts(s.config.model.architecture);
-  if (facts.sends_latents || facts.num_kv_heads / s.mesh.tp % 2 != 0) return;
-  double keys = 0;
-  for (const auto& entry : traffic)
-    if (axes_of(entry.first.first) == cp) keys += seconds_of(s, entry);
-  of.tensor -= std::min(keys, attention) / 2;
-}
-
-comm::Ledger without(comm::Ledger all, const comm::Ledger& some) {
-  for (const auto& [key, entry] : some) {
-    all[key].num_bytes -= entry.num_bytes;
-    all[key].num_calls -= entry.num_calls;
-  }
-  return all;
-}
-
-Parts parts_of(const PartProfile& p, const Setting& s) {
-  Parts out;
-  const Compute forward = compute_of(p.work.forward, s.cluster),
-                again = compute_of(p.work.again, s.cluster),
-                backward = compute_of(p.work.backward, s.cluster);
-  for (const Compute* c : {&forward, &again, &backward}) out.compute.add(*c);
-  out.again = again.all();
-  out.weights = forward.experts + forward.dense;  // as many products as in forward
-  out.forward.at_experts = forward.at_experts();
-  out.forward.before = forward.all() - forward.at_experts();
-  out.backward.before = again.all() - again.at_experts();
-  out.backward.at_experts = again.at_experts() + backward.at_experts();
-  out.backward.after = backward.all() - backward.at_experts();
-  const comm::Ledger &in_forward_pass = p.work.sent_in_forward,
-                     in_backward_pass = without(p.traffic, in_forward_pass);
-  add_traffic(in_forward_pass, s, out.forward);
-  add_traffic(in_backward_pass, s, out.backward);
-  hide_keys(in_forward_pass, s, forward.attention, out.forward);
-  hide_keys(in_backward_pass, s, again.attention + backward.attention, out.backward);
-
-  if (!s.moves_parameters) return out;
-  const ParameterBytes bytes = parameter_bytes(p, s);
-  const double gather = s.gathers_of_each() * seconds_of_large_pass(bytes.gather, s.cluster),
-               rest = (s.gathers_again() ? gather : 0) +
-                      seconds_of_large_pass(bytes.gradients, s.cluster);
-  out.forward.before += gather, out.backward.after += rest;
-  out.compute.passes += gather + rest;
-
-  if (s.in_pairs > 0) {
-    out.forward.hidden = s.in_pairs * hidden_in_pairs(out.forward, out.forward);
-    out.backward.hidden = s.in_pairs * hidden_in_pairs(out.backward, out.forward);
-  }
-
-  // The parameters of the next block travel while this one computes, forward and backward, and
-  // gradients are reduced while backward goes on: as far as rows leave the links free.
-  double gathers = 0, reductions = 0;
-  for (const auto& entry : p.traffic) {
-    if ((axes_of(entry.first.first) & (dp_replicate | dp_shard | efsdp)) == none) continue;
-    const bool is_gather = entry.first.second == comm::Collective::all_gather;
-    (is_gather ? gathers : reductions) +=
-        seconds_of(s, entry) * (is_gather ? s.gathers_of_each() : 1);
-  }
-  const double in_forward = s.gathers_again() ? gathers / 2 : gathers,
-               in_backward = gathers - in_forward + reductions,
-               can_hide =
-                   s.config.parallelism.overlap_reductions ? in_backward : gathers - in_forward;
-  const auto shows = [](double all, double can, double free) {
-    return all - std::min(can, std::max(0.0, free));
-  };
-  out.forward.storage = shows(in_forward, in_forward, out.forward.compute() - out.forward.hidden);
-  out.backward.storage = shows(in_backward, can_hide, out.backward.compute() - out.backward.hidden);
-  return out;
-}
 
 // The loss and its gradients are computed in forward, and nothing of them again.
 pipeline::StageCosts costs_of(const Parts& p) {
   return {.forward = p.forward.all(),
           .backward_input = p.backward.all() - p.weights,
           .backward_weight = p.weights};
-}
-
-std::int64_t micro_batches(const Config& config, const MeshShape& mesh) {
-  const auto dp_size = static_cast<std::int64_t>(mesh.dp_replicate) * mesh.dp_shard;
-  const std::int64_t global = config.training.global_batch_size;
-  if (global == 0) return config.training.gradient_accumulation_steps;
-  MOESH_CHECK(global % (dp_size * config.data.batch_size) == 0, ErrorKind::config,
-              "training.global_batch_size is ", global, ", and ", dp_size,
-              " data-parallel ranks take ", config.data.batch_size,
-              " sequences each; choose a multiple of ", dp_size * config.data.batch_size);
-  return global / (dp_size * config.data.batch_size);
-}
-
-int num_stages_of_a_rank(const MeshShape& mesh, const std::string& given,
-                         const std::string& schedule, int num_layers) {
-  if (mesh.pp == 1) return 1;
-  if (!given.empty()) {
-    const auto plan = pipeline::given_plan(given, num_layers);
-    MOESH_CHECK(plan.size() % static_cast<size_t>(mesh.pp) == 0, ErrorKind::config,
-                "parallelism.pipeline_parallel_layers_per_stage is '", given, "', which makes ",
-                plan.size(), " stages of ", num_layers, " layers, and pp is ", mesh.pp,
-                "; it takes a multiple of pp stages");
-    return static_cast<int>(plan.size()) / mesh.pp;
-  }
-  const int fixed = pipeline::stages_of_a_rank(schedule);
-  return fixed == 0 ? kStagesOfARank : fixed;
 }
 
 Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
@@ -276,9 +33,9 @@ bool is_joined(const Order& order, const MeshShape& mesh) {
 
 // A step on a mesh, before any schedule is gone through.
 struct Pipe {
-  int stages_of_a_rank = 1;
   std::int64_t num_micro = 1;
   pipeline::StagePlan plan;
+  train::PipelineOptions options;
   std::vector<Parts> stages;
   std::vector<double> ends;  // of each: computing embedding, head and loss
   pipeline::Costs costs;
@@ -287,19 +44,8 @@ struct Pipe {
   std::vector<double> gathered;  // of each: parameters that its micro-batches share
 };
 
-void add(StateMemory& to, const StateMemory& s, double factor = 1) {
-  const auto times = [&](std::int64_t n) {
-    return static_cast<std::int64_t>(static_cast<double>(n) * factor);
-  };
-  to.weights += times(s.weights), to.gradients += times(s.gradients);
-  to.optimizer += times(s.optimizer);
-}
-
-pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh, const Order& order,
-                               std::int64_t num_micro) {
-  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : order.schedule, mesh.pp,
-                                 pipe.stages_of_a_rank, static_cast<int>(num_micro),
-                                 is_joined(order, mesh));
+pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh, std::int64_t num_micro) {
+  return train::schedule_of(pipe.options, mesh.pp, static_cast<std::size_t>(num_micro));
 }
 
 // Whether any rank sends to its place in another stage over the network: pp is the slowest axis.
@@ -311,42 +57,21 @@ bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int 
   return false;
 }
 
-// The part of what is around the layers that a stage has: the embedding, whose backward is one, or
-// the head, whose backward is in forward.
-Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s) {
-  const auto take = [part](std::int64_t& n) {
-    n = static_cast<std::int64_t>(part * static_cast<double>(n));
-  };
-  for (StateMemory* state : {&ends.dense, &ends.experts})
-    take(state->weights), take(state->gradients), take(state->optimizer);
-  for (comm::Ledger* traffic : {&ends.traffic, &ends.work.sent_in_forward})
-    for (auto& [key, entry] : *traffic) take(entry.num_calls), take(entry.num_bytes);
-  if (part < 1 && is_first) ends.work.forward.clear(), ends.work.again.clear();
-  if (part < 1 && !is_first) ends.work.backward.clear();
-  Parts parts = parts_of(ends, s);
-  parts.weights = 0;
-  return parts;
-}
-
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
                const Order& order, Stages stages) {
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
-  const int num_layers = static_cast<int>(model.is_moe.size());
-  const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
-  Pipe pipe{.stages_of_a_rank = num_stages_of_a_rank(mesh, given, order.schedule, num_layers),
-            .num_micro = micro_batches(config, mesh)};
-  const int num_stages = mesh.pp * pipe.stages_of_a_rank;
+  Pipe pipe{.num_micro =
+                config::num_micro_batches(config, std::int64_t{mesh.dp_replicate} * mesh.dp_shard),
+            .plan = config::stage_plan(config, mesh.pp, order.schedule, model.flops)};
+  pipe.options = {.schedule = order.schedule,
+                  .stages_of_a_rank = static_cast<int>(pipe.plan.size()) / mesh.pp,
+                  .overlap_experts = is_joined(order, mesh)};
   const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length) /
                         (mesh.cp * mesh.tp);
   MeshShape layer_mesh = mesh;
   layer_mesh.pp = 1;
   const Profile profile = profiler.on(layer_mesh, stages);
-  pipe.plan =
-      given.empty() || mesh.pp == 1
-          ? pipeline::balanced_plan(
-                {.layers = model.layer_flops, .embedding = 0, .head = model.head_flops}, num_stages)
-          : pipeline::given_plan(given, num_layers);
   const Setting setting{.config = config,
                         .cluster = cluster,
                         .mesh = mesh,
@@ -368,14 +93,14 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
       add_to(of_layer, parts.backward, parts.forward);
       backward.insert(backward.begin(), of_layer.begin(), of_layer.end());
       add_to(forward, parts.forward, parts.forward);
-      add(state, p.dense), add(state, p.experts);
+      state = state.plus(p.dense).plus(p.experts);
       activations += p.activations, kept += p.kept, gathered += p.gathered;
     }
     const bool is_first = s == 0, is_last = s + 1 == pipe.plan.size();
     const double both = is_first && is_last ? 1 : 0;
-    add(state, profile.ends.dense,
-        both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
-    if (is_last) add(state, profile.ends.experts);
+    state = state.plus(profile.ends.dense,
+                       both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
+    if (is_last) state = state.plus(profile.ends.experts);
     Parts end;
     if (is_first || is_last) {
       const double of_first = std::min(0.5, model.of_first);
@@ -397,7 +122,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                      : profile.always_between);
     pipe.gathered.push_back(gathered);
     pipeline::StageCosts c = costs_of(stage);
-    if (is_joined(order, mesh)) {  // rows of each that the other hides
+    if (pipe.options.overlap_experts) {  // rows of each that the other hides
       const double hidden = gain_of_turns({backward, forward}),
                    travel = stage.forward.travel() + stage.backward.travel();
       c.forward_links = travel == 0 ? 0 : hidden * stage.forward.travel() / travel;
@@ -412,7 +137,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                                                       : 4;
   const double held = config.parallelism.sequence_parallel ? tokens : tokens * mesh.tp;
   const double num_bytes = held * static_cast<double>(model.dim) * bytes_of_number;
-  const auto rank_of = schedule_of(pipe, mesh, order, 1).rank_of;
+  const auto rank_of = schedule_of(pipe, mesh, 1).rank_of;
   for (size_t s = 0; s + 1 < rank_of.size(); ++s)
     pipe.costs.stages[s].transfer =
         num_bytes / (crosses_nodes(cluster, mesh, rank_of[s], rank_of[s + 1])
@@ -424,8 +149,8 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
 
 // After so many micro-batches each further one takes as long as on the slowest rank; where some
 // are joined, all are gone through.
-std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh, const Order& order) {
-  if (is_joined(order, mesh)) return pipe.num_micro;
+std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
+  if (pipe.options.overlap_experts) return pipe.num_micro;
   const std::int64_t enough = 4 * mesh.pp;  // and none is left over from groups of pp
   return pipe.num_micro <= enough ? pipe.num_micro : enough + pipe.num_micro % mesh.pp;
 }
@@ -434,17 +159,18 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh, const Order& 
 // works on all micro-batches, after the first has come to it through the stages before; where
 // backward is whole, the last one goes back through these afterwards.
 double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
-                      const std::vector<int>& rank_of, const Order& order, const MeshShape& mesh) {
-  const bool in_halves = pipeline::has_halves(order.schedule);
+                      const std::vector<int>& rank_of) {
+  const bool in_halves = pipeline::has_halves(pipe.options.schedule);
   std::vector<bool> is_seen(work.size(), false);
   double before = 0, most = 0;
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(rank_of[s]);
     const Parts& w = work[rank];
     if (!is_seen[rank])
-      most = std::max(most, before + static_cast<double>(pipe.num_micro) *
-                                         (w.all() - w.storage() -
-                                          (is_joined(order, mesh) ? w.between() + w.inside() : 0)));
+      most = std::max(most,
+                      before + static_cast<double>(pipe.num_micro) *
+                                   (w.all() - w.storage() -
+                                    (pipe.options.overlap_experts ? w.between() + w.inside() : 0)));
     is_seen[rank] = true;
     const Parts& stage = pipe.stages[s];
     before +=
@@ -512,8 +238,8 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   const Pipe pipe = make_pipe(profiler, cluster, mesh, how, stages);
-  const std::int64_t simulated_micro = enough_micro(pipe, mesh, how);
-  const auto order = schedule_of(pipe, mesh, how, simulated_micro);
+  const std::int64_t simulated_micro = enough_micro(pipe, mesh);
+  const auto order = schedule_of(pipe, mesh, simulated_micro);
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
@@ -521,7 +247,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(order.rank_of[s]);
     work[rank].add(pipe.stages[s]);
-    add(state[rank], pipe.state[s]);
+    state[rank] = state[rank].plus(pipe.state[s]);
     always[rank] = std::max(always[rank], pipe.always[s]);
     gathered[rank] += pipe.gathered[s];
     ends[rank] += pipe.ends[s];
@@ -538,7 +264,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                .layers = pipe.plan,
                .overlap_experts = how.overlap_experts,
                .dispatcher = config.parallelism.moe_dispatcher};
-  const double fastest = fewest_seconds(pipe, work, order.rank_of, how, mesh);
+  const double fastest = fewest_seconds(pipe, work, order.rank_of);
   if (static_cast<double>(out.num_tokens) <= least * fastest) return std::nullopt;
   const auto simulation = pipeline::simulate(order, pipe.costs);
   std::vector<double> busy;
@@ -574,8 +300,9 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
       std::max(0.0, 1 - std::accumulate(busy.begin(), busy.end(), 0.0) / (whole * mesh.pp));
   out.total = whole + out.update;
   out.peak_flops = cluster.peak_flops;
-  out.flops = static_cast<double>(out.num_tokens) *
-              std::accumulate(model.layer_flops.begin(), model.layer_flops.end(), model.head_flops);
+  out.flops =
+      static_cast<double>(out.num_tokens) *
+      std::accumulate(model.flops.layers.begin(), model.flops.layers.end(), model.flops.head);
   return out;
 }
 
@@ -605,8 +332,8 @@ pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const
                                const Order& order, int most) {
   const MeshShape mesh = shape.validated();
   const Pipe pipe = make_pipe(profiler, cluster, mesh, order, stages_of(mesh, order.schedule));
-  return pipeline::simulate(
-      schedule_of(pipe, mesh, order, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
+  return pipeline::simulate(schedule_of(pipe, mesh, std::min<std::int64_t>(pipe.num_micro, most)),
+                            pipe.costs);
 }
 
 double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,

@@ -14,9 +14,6 @@
 
 namespace moesh::estimate {
 
-/// Stages of a rank where a schedule takes any number, and the configuration has no plan.
-constexpr int kStagesOfARank = 2;
-
 /// What of a step is data and not the model's or the mesh's: the schedule of a pipeline by its name
 /// (without pp it does not matter), and parallelism.overlap_experts.
 struct Order {

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/name.h"
 

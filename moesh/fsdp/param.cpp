@@ -216,6 +216,8 @@ at::Tensor use(const Stored& w, Axes replicas, LateGradient late) {
                          : w.float8                ? renew_codes(w)
                                                    : cast_value(w);
   const StepState* step = StepState::current();
+  if (step && step->float8_counts && w.spec.float8_tile > 0)
+    step->float8_counts->add_weight(w, out);
   const auto later = step && late == LateGradient::may_be ? step->weights_later : nullptr;
   return attach(
       w.value, out,

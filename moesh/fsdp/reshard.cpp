@@ -10,7 +10,7 @@
 #include <map>
 #include <utility>
 
-#include "moesh/fsdp/flat.h"
+#include "moesh/fsdp/reduce.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/kernels/quantized.h"
 #include "moesh/kernels/update.h"
@@ -53,9 +53,16 @@ struct Pending {
   int num_takers;        // that are still to come
 };
 
+// A parameter that is cast already.
+struct CastAhead {
+  at::Tensor rows;
+  std::int64_t version;
+};
+
 // The gathers of a step. Parameters are named by their value.
 struct Gathering {
   std::map<const void*, Pending> pending;
+  std::map<const void*, CastAhead> cast_ahead;
   bool keeps = false;
   std::map<const void*, at::Tensor> kept;  // undefined: not gathered yet
   int num_takers = 1;  // micro-batches that are under way at once, each of which uses it
@@ -181,6 +188,7 @@ void gather_again(raw::Gathers& gathers) {
       resize(g.rows, g.num_bytes);
       arrival->flat.take_whole(arrival->wait(), k, g.rows.variable_data());
     }
+  std::vector<kernels::Cast> casts;
   for (const auto& g : gathers.all) {
     if (g.group || g.rows.storage().nbytes() != 0) continue;
     resize(g.rows, g.num_bytes);
@@ -188,9 +196,10 @@ void gather_again(raw::Gathers& gathers) {
     if (g.quantized) {
       kernels::dequantize_into(g.rows.variable_data(), *g.quantized);
     } else {
-      kernels::cast_into(g.rows.variable_data(), g.source);
+      casts.push_back({g.rows.variable_data(), g.source});
     }
   }
+  kernels::cast_all(casts);
 }
 
 at::Tensor empty_rows(const Gathered& g) {
@@ -215,6 +224,16 @@ at::Tensor take_pending(const Stored& w, const Gathered& g) {
   const at::Tensor rows = empty_rows(g);
   p.arrival->flat.take_whole(message, p.number, rows);
   return rows;
+}
+
+// The result of cast_ahead; undefined if there is none, or the value was written since.
+at::Tensor take_cast(const Stored& w) {
+  const auto step = gathering();
+  if (!step) return {};
+  const auto found = step->cast_ahead.extract(key_of(w));
+  return found && found.mapped().version == static_cast<std::int64_t>(w.value._version())
+             ? found.mapped().rows
+             : at::Tensor();
 }
 
 // w as another micro-batch has gathered it, or as `make` gathers it; kept for the next one.
@@ -248,7 +267,9 @@ ReshardScope::~ReshardScope() {
 }
 
 std::shared_ptr<raw::Gathering> raw::make_gathering() { return std::make_shared<Gathering>(); }
-void raw::forget(Gathering& gathering) { gathering.pending.clear(), gathering.kept.clear(); }
+void raw::forget(Gathering& gathering) {
+  gathering.pending.clear(), gathering.kept.clear(), gathering.cast_ahead.clear();
+}
 void raw::add_taker(Gathering& gathering) { ++gathering.num_takers; }
 void raw::remove_taker(Gathering& gathering) {
   --gathering.num_takers;
@@ -304,6 +325,25 @@ void prefetch(const std::vector<const Stored*>& params) {
   });
 }
 
+void cast_ahead(const std::vector<const Stored*>& params) {
+  const auto step = gathering();
+  if (!step || step->num_takers > 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<kernels::Cast> casts;
+  for (const auto* w : params) {
+    if (current_mesh().group(w->storage)->size() > 1 || w->float8 || w->quantized || step->keeps ||
+        step->cast_ahead.contains(key_of(*w)))
+      continue;
+    const at::Tensor source = source_of(*w);
+    if (source.scalar_type() == w->spec.of_work() || source.numel() == 0) continue;
+    const at::Tensor rows = at::empty(source.sizes(), source.options().dtype(w->spec.of_work()));
+    step->cast_ahead.emplace(key_of(*w),
+                             raw::CastAhead{rows, static_cast<std::int64_t>(w->value._version())});
+    casts.push_back({rows, source});
+  }
+  kernels::cast_all(casts);
+}
+
 void keep_gathered(const std::vector<const Stored*>& params) {
   const auto step = gathering();
   if (!step || !step->keeps) return;
@@ -332,7 +372,10 @@ at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& gr
 at::Tensor cast_value(const Stored& w) {
   Gathered g = gathered(w, nullptr);
   if (g.source.scalar_type() == g.compute && !g.quantized) return g.source;
-  g.rows = kept_or(w, [&] { return own_numbers(g); });
+  g.rows = kept_or(w, [&] {
+    const at::Tensor rows = take_cast(w);
+    return rows.defined() ? rows : own_numbers(g);
+  });
   const at::Tensor whole = g.rows;
   if (whole.numel() > 0) put_into_scope(std::move(g));
   return whole;

@@ -61,6 +61,10 @@ class ReshardScope {
 /// of a step.
 void prefetch(const std::vector<const Stored*>& params);
 
+/// Casts those of these parameters that this rank stores whole, all at once: `use` takes them from
+/// here, if the parameter has not been written since. Nothing outside of a step.
+void cast_ahead(const std::vector<const Stored*>& params);
+
 /// Those of these weights that all micro-batches of a step use, once gathered or cast; nothing
 /// where the step keeps none (StepState::keep_gathers).
 void keep_gathered(const std::vector<const Stored*>& params);

@@ -16,7 +16,8 @@ StepState::StepState(bool overlap)
       reductions(overlap ? raw::make_reductions() : nullptr),
       scope_(innermost, this) {}
 StepState::StepState(StepState* whole)
-    : gathering(whole->gathering),
+    : float8_counts(whole->float8_counts),
+      gathering(whole->gathering),
       reductions(whole->reductions),
       weights_later(whole->weights_later),
       scope_(innermost, this),

@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "moesh/base/scoped_value.h"
+#include "moesh/base/this_thread.h"
+#include "moesh/fsdp/float8_counts.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/spmd/weights_later.h"
 
@@ -64,6 +65,8 @@ class StepState {
 
   GatherBytes bytes() const;
   void reset_bytes();
+
+  std::shared_ptr<StepFloat8Counts> float8_counts;  // null: nobody counts codes of float8
 
   // For the parts of this folder.
   std::shared_ptr<raw::Gathering> gathering;    // reshard.cpp

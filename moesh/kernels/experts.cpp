@@ -111,6 +111,19 @@ ExpertsWeights shapes_of(const ExpertsWeights& w) {
   return {of(w.w1_eFD), of(w.w3_eFD), of(w.w2_eDF), of(w.b1_eF), of(w.b3_eF), of(w.b2_eD)};
 }
 
+void count_float8_experts(const ExpertsConfig& config, const ExpertsInput& input,
+                          const at::Tensor& hidden_RF, const at::Tensor& dy,
+                          const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF) {
+  const Float8Counts& to = config.float8_counts;
+  if (!to.defined()) return;
+  const std::int64_t tile = config.float8_tile;
+  if (to.has_inputs) count_float8_rows(to.activations(), input.x, tile, input.token_R);
+  count_float8_rows(to.activations(), hidden_RF, tile);
+  if (to.has_gradients) count_float8_rows(to.gradients(), dy, tile, input.token_R);
+  count_float8_rows(to.gradients(), d_gate_RF, tile);
+  count_float8_rows(to.gradients(), d_up_RF, tile);
+}
+
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                               const ExpertsInput& input) {
   const at::NoGradGuard no_grad;

@@ -28,6 +28,7 @@ struct ExpertsConfig {
   /// T of products in float8 (float8.h): those of forward and those that give gradients of inputs.
   /// Gradients of weights and what LoRA adds stay in the type of the run. 0: no product is.
   std::int64_t float8_tile = 0;
+  Float8Counts float8_counts = {};  // backward counts what both passes round, but for weights
 };
 
 /// The LoRA adapters of w1 and w3 together and of w2; undefined: none. Where it adds anything, the
@@ -79,6 +80,12 @@ struct ExpertsInput {
   at::Tensor token_R;     // int32
   at::Tensor inverse_TK;  // int32
 };
+
+/// What a backward adds to config.float8_counts, if somebody counts: the inputs of both products,
+/// and the gradients of all three.
+void count_float8_experts(const ExpertsConfig& config, const ExpertsInput& input,
+                          const at::Tensor& hidden_RF, const at::Tensor& dy,
+                          const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF);
 
 /// All that backward needs besides the weights: what came in, the pre-activations (w1 x and w3 x,
 /// with LoRA, without bias and score), and what A of LoRA made of the rows, times its scale.

@@ -4,6 +4,8 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -66,20 +68,40 @@ QuantizedBox quantized(const at::Tensor& x, std::int64_t rows, std::int64_t colu
   return box;
 }
 
-// The numbers of the codes, piece by piece along dimension 0: what lies between takes several times
-// their memory.
-at::Tensor rounded(const at::Tensor& x, std::int64_t rows, std::int64_t columns) {
+// Calls f with a piece along dimension 0 and where it begins: what lies between numbers and codes
+// takes several times their memory.
+template <class F>
+void each_piece(const at::Tensor& x, std::int64_t rows, F f) {
   constexpr std::int64_t kPiece = 1 << 24;
-  const at::NoGradGuard no_grad;
   const std::int64_t size = x.size(0), unit = x.dim() == 2 ? rows : 1,
                      each = std::max<std::int64_t>(1, kPiece / (x.numel() / size) / unit) * unit;
+  for (std::int64_t first = 0; first < size; first += each)
+    f(x.narrow(0, first, std::min(each, size - first)), first);
+}
+
+// The numbers of the codes.
+at::Tensor rounded(const at::Tensor& x, std::int64_t rows, std::int64_t columns) {
+  const at::NoGradGuard no_grad;
   const at::Tensor out = at::empty(x.sizes(), x.options());
-  for (std::int64_t first = 0; first < size; first += each) {
-    const std::int64_t count = std::min(each, size - first);
-    dequantize_into(out.narrow(0, first, count),
-                    quantized(x.narrow(0, first, count), rows, columns));
-  }
+  each_piece(x, rows, [&](const at::Tensor& piece, std::int64_t first) {
+    dequantize_into(out.narrow(0, first, piece.size(0)), quantized(piece, rows, columns));
+  });
   return out;
+}
+
+// `times_R`: how often each row counts; undefined: once.
+void count_codes(const at::Tensor& counts, const at::Tensor& x, std::int64_t rows,
+                 std::int64_t columns, const at::Tensor& times_R) {
+  each_piece(x, rows, [&](const at::Tensor& piece, std::int64_t first) {
+    const at::Tensor magnitudes = quantized(piece, rows, columns).codes.bitwise_and(0x7F);
+    const auto add = [&](std::int64_t place, const at::Tensor& found) {
+      counts[place].add_(times_R.defined()
+                             ? (found.sum(-1) * times_R.narrow(0, first, piece.size(0))).sum()
+                             : found.sum());
+    };
+    add(1, magnitudes.eq(0).logical_and_(piece.ne(0)));
+    add(2, magnitudes.eq(0x7E));
+  });
 }
 
 void check_tile(const char* what, const at::Tensor& x, std::int64_t tile) {
@@ -112,6 +134,45 @@ at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile) {
   if (tile == 0 || w.numel() == 0) return w;
   check_tile("w", w, tile);
   return rounded(w, tile, tile);
+}
+
+void count_float8_rows(const at::Tensor& counts, const at::Tensor& x, std::int64_t tile,
+                       const at::Tensor& token_R) {
+  check_tile("x", x, tile);
+  const at::NoGradGuard no_grad;
+  const at::Tensor rows = x.flatten(0, -2);
+  counts[0].add_((token_R.defined() ? token_R.size(0) : rows.size(0)) * rows.size(1));
+  if (rows.numel() == 0) return;
+  at::Tensor times_R;
+  if (token_R.defined())
+    times_R = at::zeros({rows.size(0)}, counts.options())
+                  .index_add_(0, token_R, at::ones({token_R.size(0)}, counts.options()));
+  count_codes(counts, rows, 1, tile, times_R);
+}
+
+void count_float8_weight(const at::Tensor& counts, const at::Tensor& w, std::int64_t tile) {
+  check_tile("w", w, tile);
+  const at::NoGradGuard no_grad;
+  counts[0].add_(w.numel());
+  if (w.numel() > 0) count_codes(counts, w, tile, tile, {});
+}
+
+at::Tensor pack_float8(const at::Tensor& rows_RD, std::int64_t tile) {
+  check_tile("rows_RD", rows_RD, tile);
+  MOESH_CHECK(rows_RD.dim() == 2 && rows_RD.size(1) % tile == 0, ErrorKind::data, "rows_RD is ",
+              describe(rows_RD), "; it takes rows [R, D] of whole tiles of ", tile);
+  const at::NoGradGuard no_grad;
+  return kernels_for(rows_RD.device()).pack_float8(rows_RD.contiguous(), tile);
+}
+
+at::Tensor unpack_float8(const at::Tensor& packed_RW, std::int64_t width, std::int64_t tile,
+                         at::ScalarType dtype) {
+  check_tensor("packed_RW", packed_RW, at::kLong, 2);
+  MOESH_CHECK(packed_RW.size(1) == packed_float8_words(width, tile), ErrorKind::data,
+              "packed_RW is ", describe(packed_RW), "; rows of ", width, " features have ",
+              packed_float8_words(width, tile), " words");
+  const at::NoGradGuard no_grad;
+  return kernels_for(packed_RW.device()).unpack_float8(packed_RW.contiguous(), width, tile, dtype);
 }
 
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {

@@ -16,11 +16,13 @@
 
 namespace moesh::kernels {
 
-/// Which products of a model are in float8: T of those of experts and of dense projections; 0: they
-/// are in the type of the run.
+/// What of a model is in float8: T of the products of experts and of dense projections, and of rows
+/// on their way; 0: they are in the type of the run.
 struct Float8 {
   std::int64_t experts = 0, dense = 0;
-  bool any() const { return experts > 0 || dense > 0; }
+  std::int64_t rows = 0;  // of rows that go to experts, and of gradients that do
+  bool has_products() const { return experts > 0 || dense > 0; }
+  bool any() const { return has_products() || rows > 0; }
 };
 
 /// Codes and scales of rows [.., C], and of weights [.., N, K].
@@ -30,6 +32,34 @@ QuantizedBox float8_blocks(const at::Tensor& w, std::int64_t tile);
 /// The numbers s q, in the type of what is rounded. tile 0: the same tensor.
 at::Tensor float8_rows(const at::Tensor& x, std::int64_t tile);
 at::Tensor float8_weight(const at::Tensor& w, std::int64_t tile);
+
+/// Adds to `counts`, int64 [3]: how many numbers are rounded; how many of them are not 0 and get
+/// the code 0; and how many get a code of the largest magnitude, 448. Nothing saturates, as a scale
+/// is at least the largest magnitude / 448. Row r is x[token_R[r]] where token_R is given.
+void count_float8_rows(const at::Tensor& counts, const at::Tensor& x, std::int64_t tile,
+                       const at::Tensor& token_R = {});
+void count_float8_weight(const at::Tensor& counts, const at::Tensor& w, std::int64_t tile);
+/// The counts of a layer [3, 3]: of activations, gradients and weights. Undefined: nobody counts.
+struct Float8Counts {
+  at::Tensor counts;
+  /// Whether this rank counts the rows that several ranks round.
+  bool has_inputs = true, has_gradients = true;
+
+  bool defined() const { return counts.defined(); }
+  at::Tensor activations() const { return counts[0]; }
+  at::Tensor gradients() const { return counts[1]; }
+  at::Tensor weights() const { return counts[2]; }
+};
+
+/// Rows [R, D] of whole tiles as they travel, in words of 8 bytes [R, W]: the codes of a row, then
+/// the exponents of its scales, a byte each as float32 has them, and zeros up to a whole word.
+at::Tensor pack_float8(const at::Tensor& rows_RD, std::int64_t tile);
+/// The numbers s q of what was packed.
+at::Tensor unpack_float8(const at::Tensor& packed_RW, std::int64_t width, std::int64_t tile,
+                         at::ScalarType dtype);
+constexpr std::int64_t packed_float8_words(std::int64_t width, std::int64_t tile) {
+  return (width + width / tile + 7) / 8;
+}
 
 /// Y = rows w, of [M, K] and [K, N], in the type of the rows; w may be a transposed view.
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile);

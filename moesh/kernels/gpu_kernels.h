@@ -2,7 +2,7 @@
 // Which kernels run on an accelerator (`kernels.gpu` of a configuration): a model carries it, and a
 // step of it runs under it.
 
-#include "moesh/base/scoped_value.h"
+#include "moesh/base/this_thread.h"
 
 namespace moesh::kernels {
 

@@ -1,6 +1,7 @@
 #pragma once
-// The choice of experts: the logits of the router, a product with few columns in the precision of
-// the gate, and the best of each token's scores. T tokens, D model, E experts, K top-k
+// The router: its logits, a product with few columns in the precision of the gate; the best of each
+// token's scores; the weights of what it chose; and what a balance loss compares. T tokens, D
+// model, E experts, K top-k, B sequences
 
 #include <ATen/core/Tensor.h>
 
@@ -13,9 +14,12 @@ at::Tensor gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED);
 struct GateGradients {
   at::Tensor x_TD;  // dtype of x
   at::Tensor gate_ED;
+  at::Tensor rows_TP = {}, weight_PD = {};  // of both, in the dtype of x
 };
+/// as_product: what adds the gradient of x to others may take it as the product of `rows_TP` and
+/// `weight_PD`; where these are defined, x_TD is not.
 GateGradients gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
-                            const at::Tensor& d_logits_TE);
+                            const at::Tensor& d_logits_TE, bool as_product = false);
 
 struct TopK {
   at::Tensor values_TK;   // descending, dtype of the scores
@@ -27,5 +31,45 @@ struct TopK {
 /// own kernels of an accelerator, for which the host does not wait, choose it first, so that it
 /// reaches the loss. -inf is a legal score (a masked expert).
 TopK top_k(const at::Tensor& scores_TE, std::int64_t k);
+
+enum class Scoring {
+  sigmoid,         // s = sigmoid(logit)
+  softmax,         // s = softmax over all experts
+  softmax_chosen,  // s = softmax over the chosen
+};
+
+/// A weight is the score of a chosen expert, over the sum of the token's (and epsilon) if they are
+/// to add up to one, times the scale.
+struct Weighing {
+  Scoring scoring = Scoring::sigmoid;
+  bool normalize = false;
+  double epsilon = 0, scale = 1;
+};
+/// The weights [T, K] of the chosen experts (int64) from the logits (float32 or float64).
+at::Tensor weigh_forward(const Weighing& weighing, const at::Tensor& logits_TE,
+                         const at::Tensor& experts_TK);
+/// From their gradient to that of the logits.
+at::Tensor weigh_backward(const Weighing& weighing, const at::Tensor& logits_TE,
+                          const at::Tensor& experts_TK, const at::Tensor& d_weights_TK);
+
+/// int64 [E]: how often each expert was chosen by the tokens that count: valid_T1 (bool) is true,
+/// or undefined. Choices below 0, or from num_experts on, are not counted.
+at::Tensor count_choices(const at::Tensor& experts_TK, const at::Tensor& valid_T1,
+                         std::int64_t num_experts);
+
+/// The tokens that a balance loss takes together.
+struct BalanceOf {
+  bool softmax = false;     // probabilities are the softmax of the logits, not shares of sigmoids
+  at::Tensor experts_TK;    // int64: the choices that count
+  at::Tensor valid_T1;      // bool: the tokens that count; undefined: all
+  at::Tensor members_BT;    // 1 where the token is of the sequence, else 0; dtype of the logits
+  bool equal_runs = false;  // the tokens are those of the first sequence, then of the next, and so
+                            // on, as many of each
+};
+/// [2, B, E], of the tokens that count: sums of probabilities, and how often experts were chosen.
+at::Tensor balance_sums(const BalanceOf& balance, const at::Tensor& logits_TE);
+/// From the gradient of the sums of probabilities [B, E] to that of the logits.
+at::Tensor balance_sums_backward(const BalanceOf& balance, const at::Tensor& logits_TE,
+                                 const at::Tensor& d_sums_BE);
 
 }  // namespace moesh::kernels

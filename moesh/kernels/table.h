@@ -28,6 +28,11 @@ struct KernelTable {
   decltype(kernels::top_k)* top_k = nullptr;
   decltype(kernels::gate_forward)* gate_forward = nullptr;
   decltype(kernels::gate_backward)* gate_backward = nullptr;
+  decltype(kernels::weigh_forward)* weigh_forward = nullptr;
+  decltype(kernels::weigh_backward)* weigh_backward = nullptr;
+  decltype(kernels::count_choices)* count_choices = nullptr;
+  decltype(kernels::balance_sums)* balance_sums = nullptr;
+  decltype(kernels::balance_sums_backward)* balance_sums_backward = nullptr;
   SortKernel* sort_by_expert = nullptr;
   decltype(kernels::rank_major_to_expert_major)* rank_major_to_expert_major = nullptr;
   decltype(kernels::gather_rows)* gather_rows = nullptr;
@@ -35,6 +40,8 @@ struct KernelTable {
   decltype(kernels::experts_forward)* experts_forward = nullptr;
   decltype(kernels::experts_backward)* experts_backward = nullptr;
   bool experts_take_float8 = true;  // else those of LibTorch's operations do
+  decltype(kernels::pack_float8)* pack_float8 = nullptr;
+  decltype(kernels::unpack_float8)* unpack_float8 = nullptr;
   decltype(kernels::float8_product)* float8_product = nullptr;  // w_KN may be a transposed view
   /// Null: none; LibTorch's operations compute what own kernels do not take.
   bool (*takes_float8_product)(const at::Tensor& rows_MK, const at::Tensor& w_KN,
@@ -57,7 +64,7 @@ struct KernelTable {
   decltype(kernels::sink_gradient)* sink_gradient = nullptr;
   decltype(kernels::logit_sums)* logit_sums = nullptr;
   decltype(kernels::logit_gradient_)* logit_gradient_ = nullptr;
-  decltype(kernels::cast_into)* cast_into = nullptr;
+  decltype(kernels::cast_all)* cast_all = nullptr;
   decltype(kernels::adamw_)* adamw_ = nullptr;
   SumOfSquaresKernel* sum_of_squares = nullptr;
   // Null: none, attention is composed of LibTorch ops.

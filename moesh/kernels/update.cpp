@@ -62,14 +62,22 @@ at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors, at::Device dev
   return kernels_for(device).sum_of_squares(all);
 }
 
-void cast_into(const at::Tensor& to, const at::Tensor& from) {
-  MOESH_CHECK(to.defined() && from.defined() && to.sizes() == from.sizes() &&
-                  to.device() == from.device() && to.is_contiguous(),
-              ErrorKind::data, "a cast of ", describe(from), " into ", describe(to),
-              "; pass contiguous memory of one shape and device");
+void cast_all(const std::vector<Cast>& casts) {
+  std::vector<Cast> plain;
+  for (const auto& [to, from] : casts) {
+    MOESH_CHECK(to.defined() && from.defined() && to.sizes() == from.sizes() &&
+                    to.device() == from.device() && to.device() == casts[0].to.device() &&
+                    to.is_contiguous(),
+                ErrorKind::data, "a cast of ", describe(from), " into ", describe(to),
+                "; pass contiguous memory of one shape and device");
+    plain.push_back({to, from.contiguous()});
+  }
+  if (casts.empty()) return;
   const at::NoGradGuard no_grad;
-  kernels_for(to.device()).cast_into(to, from.contiguous());
+  kernels_for(casts[0].to.device()).cast_all(plain);
 }
+
+void cast_into(const at::Tensor& to, const at::Tensor& from) { cast_all({{to, from}}); }
 
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) {
   if (x.scalar_type() == dtype) return x;

@@ -37,6 +37,11 @@ at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors, at::Device dev
 
 /// Writes `from` into `to`, which has its shape, and is contiguous, on its device and of any dtype.
 void cast_into(const at::Tensor& to, const at::Tensor& from);
+/// The same of several, all at once.
+struct Cast {
+  at::Tensor to, from;
+};
+void cast_all(const std::vector<Cast>& casts);
 /// x in another dtype; x itself if it has it.
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
 

@@ -7,7 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/hub.h"
+#include "moesh/formats/name.h"
 #include "moesh/formats/pattern.h"
 #include "moesh/formats/safetensors.h"
 #include "moesh/fsdp/param.h"

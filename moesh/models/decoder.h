@@ -30,7 +30,7 @@ struct DecoderPlan {
   /// Router and experts: what a model adds to the sizes that its configuration has.
   nn::MoeConfig moe;
   std::int64_t ffn = 0;
-  // Layers of multi-token prediction: the blocks behind the last (mtp.h).
+  // Layers of multi-token prediction: the blocks behind the last (MtpLayer).
   std::int64_t num_mtp_layers = 0;
   std::string mlp_name = "mlp";                                   // of both, in a layer
   std::string expert_bias_name = "gate.e_score_correction_bias";  // after that, in files
@@ -41,8 +41,5 @@ struct DecoderPlan {
   /// that is.
   std::function<std::optional<kernels::Quantization>(const Stored& w)> published = {};
 };
-
-/// On the current mesh.
-std::unique_ptr<Model> make_decoder(const DecoderPlan& plan, const ModelOptions& options);
 
 }  // namespace moesh::models

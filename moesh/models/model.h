@@ -1,9 +1,10 @@
 #pragma once
-// A model as the trainer sees it.
+// A model as the trainer sees it: one decoder, of which every model is a plan (decoder.h).
 
 #include <ATen/ops/ones.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -147,46 +148,65 @@ struct ModelOptions {
   std::vector<LayerRange> stages = {};
 };
 
+struct DecoderPlan;
+class Stage;
+
 /// A model, or the stages of it that this rank has: parameters and routers are those.
 class Model {
  public:
-  virtual ~Model() = default;
+  /// On the current mesh.
+  Model(const DecoderPlan& plan, const ModelOptions& options);
+  ~Model();
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
   /// Forward of a model in one stage.
-  virtual ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) = 0;
+  ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options);
   /// Forward of one of this rank's stages, from what the stage before it gave; the first stage of
   /// the model takes nothing.
-  virtual ForwardResult forward_stage(std::size_t stage, const StageStream& input,
-                                      const MicroBatch& batch, const ForwardOptions& options) = 0;
+  ForwardResult forward_stage(std::size_t stage, const StageStream& input, const MicroBatch& batch,
+                              const ForwardOptions& options);
   /// Sizes of this rank's part of the stream between stages, and its type.
-  virtual std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
-                                                 const ForwardOptions& options) const = 0;
-  virtual at::TensorOptions stream_options() const = 0;
+  std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
+                                         const ForwardOptions& options) const;
+  at::TensorOptions stream_options() const;
   /// The logits [B, V] of the token that follows ids [B, L], and those which `kv_cache` has kept
   /// before them (begin with an empty one); the same on every cp and tp rank. Without gradients. Of
   /// a model in one stage.
-  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::ModelKvCache& kv_cache,
-                                 const ForwardOptions& options) = 0;
+  at::Tensor next_logits(const at::Tensor& ids_BL, nn::ModelKvCache& kv_cache,
+                         const ForwardOptions& options);
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
-  virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
+  void each_param(const std::function<void(Stored& w, bool decays)>& f);
   /// The parameter that both ends of the pipeline have, each on its own rank, and whose gradients
   /// are one: the embedding, where it is the head or predicts further tokens. Null where this rank
   /// has no such end, or both.
-  virtual Stored* tied_to_other_end() = 0;
-  virtual bool has_tied_ends() const = 0;
-  virtual std::vector<nn::Router*> routers() = 0;
-  virtual std::vector<nn::Attention*> attentions() = 0;
+  Stored* tied_to_other_end();
+  bool has_tied_ends() const;
+  std::vector<nn::Router*> routers();
+  std::vector<nn::Attention*> attentions();
   /// The numbers of the routers among the MoE layers of the whole model, and how many those are.
-  virtual std::vector<std::int64_t> router_numbers() const = 0;
-  virtual std::int64_t num_moe_layers() const = 0;
-  virtual std::int64_t num_experts() const = 0;
+  std::vector<std::int64_t> router_numbers() const;
+  std::int64_t num_moe_layers() const { return num_moe_layers_; }
+  std::int64_t num_experts() const;
   /// Forward and backward are called under UseGpuKernels of this.
-  virtual kernels::GpuKernels gpu_kernels() const = 0;
+  kernels::GpuKernels gpu_kernels() const { return options_.gpu_kernels; }
   /// Parameters of the whole model, and those that one token meets.
-  virtual std::int64_t num_parameters() const = 0;
-  virtual std::int64_t num_active_parameters() const = 0;
+  std::int64_t num_parameters() const { return num_parameters_; }
+  std::int64_t num_active_parameters() const { return num_active_; }
   /// FLOPs of forward and backward, at this sequence length: matrix products and attention scores.
   /// An embedding is looked up: no FLOP. They are those of the whole model.
-  virtual double flops_per_token(std::int64_t sequence) const = 0;
+  double flops_per_token(std::int64_t sequence) const;
+
+ private:
+  bool is_whole() const;
+  void check_whole(const char* what) const;
+  template <class F>
+  void of_whole(F ask) const;
+
+  std::unique_ptr<const DecoderPlan> plan_;
+  ModelOptions options_;
+  std::vector<std::unique_ptr<Stage>> stages_;  // one behind the other; usually one, all of it
+  std::int64_t num_moe_layers_ = 0, num_parameters_ = 0, num_active_ = 0;  // of the whole model
 };
 
 }  // namespace moesh::models

@@ -141,7 +141,8 @@ std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& o
               key.target);
     throw Error(ErrorKind::config, models::name(config) + ": " + text + broken->cure);
   }
-  return std::visit([&](const auto& c) { return make_decoder(c.plan(), options); }, config);
+  return std::visit([&](const auto& c) { return std::make_unique<Model>(c.plan(), options); },
+                    config);
 }
 
 }  // namespace moesh::models

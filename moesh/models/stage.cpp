@@ -171,6 +171,7 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
     // The parameters of the next block travel while this one computes.
     for (size_t next : {i, i + 1})
       if (options.reshard && next < blocks_.size()) prefetch(blocks_[next]->stored());
+    if (options.reshard) cast_ahead(blocks_[i]->stored());
     run.before = std::exchange(run.block, blocks_[i].get());
     const auto [x, auxiliary, counts_E] =
         run_block<Sp>(run, out.x_BLD, batch, tokens, options, moe_layer);

@@ -11,7 +11,6 @@
 #include "moesh/fsdp/reshard.h"
 #include "moesh/models/block.h"
 #include "moesh/models/decoder.h"
-#include "moesh/models/mtp.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/norm.h"
 #include "moesh/nn/vocabulary.h"

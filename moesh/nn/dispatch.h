@@ -81,12 +81,14 @@ Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& 
 struct DispatchInput {
   const Experts& experts;
   const SharedExperts* shared;  // null: there are none
-  const PerToken& x_ND;         // this rank's own tokens: those of the route
+  PerToken x_ND;                // this rank's own tokens: those of the route
   const Route& route;
   const Tokens& tokens;
   /// In a recompute: the gradient of what the routed experts give, which rows of tokens may take
   /// along.
-  const std::optional<PerToken>& dy_ND;
+  std::optional<PerToken> dy_ND;
+  /// What routed experts get of tokens and of gradients, and in which form these travel.
+  Codec codec;
 };
 
 /// One way to compute routed and shared experts. x is the stream [tokens, D]: with sequence

@@ -2,17 +2,19 @@
 // N local tokens, D model, E experts, e local experts, K top-k, R rows at their experts
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <cmath>
 #include <functional>
 #include <optional>
 
 #include "moesh/base/error.h"
+#include "moesh/base/timeline.h"
 #include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/nn/experts.h"
 #include "moesh/nn/residual.h"
-#include "moesh/nn/rows.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/rows.h"
 #include "moesh/spmd/transitions.h"
@@ -39,7 +41,7 @@ class RoundTrip : public Dispatch {
   Stream<true> operator()(const DispatchInput& in, const Stream<true>& x_ND) const final {
     const SplitDim rows = rows_over_tp(in.tokens);
     Stream<true> shared;
-    const PerToken y = routed(in, [&] {
+    const PerToken y = of_routed(in, [&] {
       if (in.shared)
         shared = to_stream<true>(
             (*in.shared)(to_full<true>(x_ND, rows), in.tokens.gathered_numbers()), rows);
@@ -50,7 +52,7 @@ class RoundTrip : public Dispatch {
   Stream<false> operator()(const DispatchInput& in, const Stream<false>& x_ND) const final {
     const SplitDim rows = rows_over_tp(in.tokens);
     std::optional<Sum> shared;
-    const PerToken y = routed(in, [&] {
+    const PerToken y = of_routed(in, [&] {
       if (in.shared)
         shared = (*in.shared)(to_full<false>(x_ND, rows), in.tokens.gathered_numbers());
     });
@@ -60,6 +62,10 @@ class RoundTrip : public Dispatch {
   }
 
  private:
+  PerToken of_routed(const DispatchInput& in, const std::function<void()>& meanwhile) const {
+    return with_coded_gradient(routed(in, meanwhile), in.codec);
+  }
+
   // The outputs of the routed experts. `meanwhile` is called once, while rows travel.
   virtual PerToken routed(const DispatchInput& in,
                           const std::function<void()>& meanwhile) const = 0;
@@ -71,7 +77,7 @@ class Local final : public RoundTrip {
     meanwhile();
     // On one rank a gather and a reduction give back what they get.
     const SplitDim rows{.dim = 0};
-    const auto x = all_gather<kExpertAxes>(sparse(in.x_ND), rows);
+    const auto x = all_gather<kExpertAxes>(sparse(decoded(coded(in.x_ND, in.codec))), rows);
     const auto scores = all_gather<kExpertAxes>(sparse(in.route.weights_NK), rows);
     const auto y = in.experts.apply_to_tokens(x, scores, local(in.route.experts_NK));
     return dense(reduce_scatter<kExpertAxes>(y, rows));
@@ -85,6 +91,12 @@ RowCounts row_counts(const at::Tensor& counts) {
   const at::Tensor c = counts.contiguous();
   const auto* first = c.const_data_ptr<std::int64_t>();
   return RowCounts(first, first + c.numel());
+}
+
+// The host waits for the device, which a trace shows by this name.
+at::Tensor read_counts(const at::Tensor& counts) {
+  RECORD_USER_SCOPE(kReadCounts);
+  return counts.cpu();
 }
 
 // How many rows each rank sends to each other, from one all_gather of every rank's counts.
@@ -102,7 +114,7 @@ RowTraffic count_traffic(const at::Tensor& counts_E, Axes places) {
              my_etp = mesh.coordinate(etp);
   const auto num_experts = counts_E.numel(), per_rank = num_experts / num_ep;
   const at::Tensor all =
-      mesh.group(places | etp)->all_gather(counts_E.reshape({1, num_experts})).cpu();
+      read_counts(mesh.group(places | etp)->all_gather(counts_E.reshape({1, num_experts})));
   // [origin ep, origin etp, owner ep, expert of the owner]
   const at::Tensor counts = all.reshape({num_ep, num_etp, num_ep, per_rank});
   const at::Tensor totals = counts.sum(-1);  // [origin ep, origin etp, owner ep]
@@ -119,15 +131,16 @@ RowTraffic count_traffic(const at::Tensor& counts_E, Axes places) {
 using AtExperts = Tensor<Sparse{Place::T, Place::E, Place::T}>;
 
 // The outputs of rows, in their order; etp ranks compute theirs together.
-AtExperts apply_at_experts(const Experts& experts, const AtExperts& rows_RD,
+AtExperts apply_at_experts(const Experts& experts, const Coded<AtExperts>& rows_RD,
                            const AtExperts& scores_R, const RowTraffic& traffic) {
   // T,E,R: what a rank of etp finds for d(rows) and d(scores) is a partial sum, which the adjoint
   // of the gather takes.
   const auto [rows, scores] = all_gather_together<etp>(traffic.gathered, rows_RD, scores_R);
   const auto order =
-      kernels::rank_major_to_expert_major(traffic.counts_se, local(rows_RD).device());
-  return reduce_scatter<etp>(experts.apply_to_rows(rows, scores, order),
-                             {.dim = 0, .sizes = traffic.gathered});  // T,E,P -> T,E,T
+      kernels::rank_major_to_expert_major(traffic.counts_se, local(scores_R).device());
+  return reduce_scatter<etp>(experts.apply_to_rows(decoded(rows), scores, order),
+                             {.dim = 0, .sizes = traffic.gathered},
+                             rows_RD.codec());  // T,E,P -> T,E,T
 }
 
 // Rows go to the ranks of their experts, K rows a token, and are gathered over etp.
@@ -144,7 +157,7 @@ class AllToAll final : public RoundTrip {
     const RowTraffic traffic =
         computed_once([&] { return count_traffic(kernels::counts_of(sorted.ends_e), ep); });
     const auto spread = [&](const PerToken& x) {
-      return sparse(spread_rows(x, sorted.token_R, sorted.inverse_TK));
+      return sparse(spread_rows(coded(x, in.codec), sorted.token_R, sorted.inverse_TK));
     };
     auto moving =
         start_to_experts<ep>(traffic.send, traffic.recv, spread(in.x_ND),
@@ -153,9 +166,10 @@ class AllToAll final : public RoundTrip {
     const auto there = moving.wait();
     const auto y_RD = apply_at_experts(in.experts, std::get<0>(there), std::get<1>(there), traffic);
     if constexpr (sizeof...(dy_ND) > 0) {
-      return dense(at_home<ep>(y_RD, std::get<2>(there), local(in.x_ND).sizes()));
+      return dense(at_home<ep>(y_RD, decoded(std::get<2>(there)), local(in.x_ND).sizes()));
     } else {
-      const auto home = dense(start_to_owners<ep>(y_RD, traffic.recv, traffic.send).wait());
+      const auto home =
+          dense(start_to_owners<ep>(y_RD, traffic.recv, traffic.send, in.codec).wait());
       return combine_rows(home, sorted.token_R, sorted.inverse_TK);
     }
   }
@@ -178,7 +192,8 @@ struct NodeTraffic {
 NodeTraffic count_node_traffic(const at::Tensor& counts_n) {
   const auto& group = current_mesh().group(ep_nodes);
   // [from, to]
-  const at::Tensor counts_nn = group->all_gather(counts_n.reshape({1, counts_n.numel()})).cpu();
+  const at::Tensor counts_nn =
+      read_counts(group->all_gather(counts_n.reshape({1, counts_n.numel()})));
   return {.send = row_counts(counts_nn[group->rank()]),
           .recv = row_counts(counts_nn.select(1, group->rank()))};
 }
@@ -202,11 +217,12 @@ class TwoHops final : public RoundTrip {
     const auto to_nodes = sort_by_node(local(in.route.experts_NK));
     const NodeTraffic hop =
         computed_once([&] { return count_node_traffic(kernels::counts_of(to_nodes.ends_e)); });
-    const auto spread = [&](const PerToken& x) {
+    const auto spread = [&](const auto& x) {
       return sparse(spread_rows(x, to_nodes.token_R, to_nodes.inverse_TK));
     };
-    auto moving = start_to_nodes(hop.send, hop.recv, spread(in.x_ND), spread(in.route.weights_NK),
-                                 spread(numbers(in.route)), spread(dy_ND)...);
+    auto moving = start_to_nodes(hop.send, hop.recv, spread(coded(in.x_ND, in.codec)),
+                                 spread(in.route.weights_NK), spread(numbers(in.route)),
+                                 spread(coded(dy_ND, in.codec))...);
     meanwhile();
     const auto at_nodes = moving.wait();
     const auto &scores_MK = std::get<1>(at_nodes), &chosen_MK = std::get<2>(at_nodes);
@@ -226,14 +242,14 @@ class TwoHops final : public RoundTrip {
       const auto there = go_inside(std::get<3>(at_nodes));
       const auto y_RD =
           apply_at_experts(in.experts, std::get<0>(there), std::get<1>(there), inside);
-      return dense(at_home<ep>(y_RD, std::get<2>(there), local(in.x_ND).sizes()));
+      return dense(at_home<ep>(y_RD, decoded(std::get<2>(there)), local(in.x_ND).sizes()));
     } else {
       const auto [rows_RD, scores_R] = go_inside();
       const auto y_RD = apply_at_experts(in.experts, rows_RD, scores_R, inside);
-      const auto at_node = start_to_node(y_RD, inside.recv, inside.send).wait();
+      const auto at_node = start_to_node(y_RD, inside.recv, inside.send, in.codec).wait();
       // The sum of a token on this node goes home, where those of all nodes are summed.
       const auto sums_MD = combine_rows(at_node, sorted.token_R, sorted.inverse_TK);
-      const auto home = dense(start_to_owners(sums_MD, hop.recv, hop.send).wait());
+      const auto home = dense(start_to_owners(sums_MD, hop.recv, hop.send, in.codec).wait());
       return combine_rows(home, to_nodes.token_R, to_nodes.inverse_TK);
     }
   }
@@ -280,16 +296,16 @@ class AllGather final : public RoundTrip {
                       const Gradient&... dy_ND) {
     const SplitDim rows{.dim = 0, .sizes = in.tokens.rows(*current_mesh().group(kExpertAxes))};
     auto moving = start_all_gather_together<kExpertAxes>(
-        rows.sizes, sparse(in.x_ND), sparse(in.route.weights_NK), sparse(numbers(in.route)),
-        sparse(dy_ND)...);
+        rows.sizes, sparse(coded(in.x_ND, in.codec)), sparse(in.route.weights_NK),
+        sparse(numbers(in.route)), sparse(coded(dy_ND, in.codec))...);
     meanwhile();
     const auto all = moving.wait();
-    const auto y = in.experts.apply_to_tokens(std::get<0>(all), std::get<1>(all),
+    const auto y = in.experts.apply_to_tokens(decoded(std::get<0>(all)), std::get<1>(all),
                                               experts_of(std::get<2>(all)));  // T,R,R -> T,P,P
     if constexpr (sizeof...(dy_ND) > 0)
-      return dense(at_home<kExpertAxes>(y, std::get<3>(all), local(in.x_ND).sizes()));
+      return dense(at_home<kExpertAxes>(y, decoded(std::get<3>(all)), local(in.x_ND).sizes()));
     else
-      return dense(start_reduce_scatter<kExpertAxes>(y, rows).wait());  // T,T,T
+      return dense(start_reduce_scatter<kExpertAxes>(y, rows, in.codec).wait());  // T,T,T
   }
 };
 
@@ -305,26 +321,36 @@ class AllGatherOverTp final : public Dispatch {
   }
 
  private:
+  static inline const Codec kNoCodec;
+
   template <bool Sp>
   static Stream<Sp> run(const DispatchInput& in, const Stream<Sp>& x_ND) {
     const SplitDim rows = rows_over_tp(in.tokens);
-    const auto [x, scores, chosen] = gather<Sp>(in, x_ND, rows.sizes);
-    const Sum y = dense(in.experts.apply_to_tokens(sparse(x), sparse(scores), experts_of(chosen)));
+    // Shared experts need x itself, and so do ranks that have it already: then codes do not travel.
+    const Codec &early = Sp && !in.shared ? in.codec : kNoCodec,
+                &late = Sp && !in.shared ? kNoCodec : in.codec;
+    const auto [rows_x, scores, chosen] = gather<Sp>(in, x_ND, rows.sizes, early);
+    const Full x = decoded(rows_x), of_experts = decoded(coded(x, late));
+    const Sum y = with_coded_gradient(
+        dense(in.experts.apply_to_tokens(sparse(of_experts), sparse(scores), experts_of(chosen))),
+        in.codec);
     return start_to_stream<Sp>(in.shared ? y + (*in.shared)(x, in.tokens.gathered_numbers()) : y,
-                               rows)
+                               rows, early)
         .wait();
   }
 
   // x, scores and choices of all tokens of the tp ranks.
   template <bool Sp>
-  static std::tuple<Full, Full, Full> gather(const DispatchInput& in, const Stream<Sp>& x_ND,
-                                             const std::vector<std::int64_t>& rows) {
+  static std::tuple<Coded<Full>, Full, Full> gather(const DispatchInput& in, const Stream<Sp>& x_ND,
+                                                    const std::vector<std::int64_t>& rows,
+                                                    const Codec& codec) {
     const auto& scores_NK = in.route.weights_NK;
     if constexpr (Sp) {
-      return start_all_gather_together<tp>(rows, x_ND, scores_NK, numbers(in.route)).wait();
+      return start_all_gather_together<tp>(rows, coded(x_ND, codec), scores_NK, numbers(in.route))
+          .wait();
     } else {  // x is everywhere already, and its gradient is what travels
       const auto others = all_gather_together<tp>(rows, scores_NK, numbers(in.route));
-      return std::tuple_cat(std::tuple(start_enter<tp>(x_ND).wait()), others);
+      return std::tuple_cat(std::tuple(coded(start_enter<tp>(x_ND).wait(), codec)), others);
     }
   }
 };

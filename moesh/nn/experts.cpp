@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/float8_counts.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/nn/rows.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
@@ -161,6 +161,10 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
                    .ends_e = ends_e,
                    .token_R = token_R,
                    .inverse = inverse};
+  if (config_.float8_tile > 0) {
+    kernels::Float8Counts& counts = call.config.float8_counts = float8_counts(w1_.stored());
+    counts.has_gradients = counts.has_inputs;  // those of y are whole where x is
+  }
   const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
   if (w1_.stored().float8)
     call.codes = {w1_.stored().float8->codes, w3_.stored().float8->codes,

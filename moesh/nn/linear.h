@@ -10,7 +10,6 @@
 #include "moesh/fsdp/param.h"
 #include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/float8.h"
-#include "moesh/nn/dropout.h"
 #include "moesh/nn/lora.h"
 #include "moesh/nn/rope.h"
 #include "moesh/spmd/ops.h"
@@ -52,9 +51,8 @@ struct ModuleOptions {
 
 using Cuts = std::vector<std::pair<Axes, std::int64_t>>;
 
-/// Products in float8 in tiles of this width; 0: null, they are LibTorch's.
-/// `codes` of the weight: null: made anew in each.
-OwnProducts float8_products(std::int64_t tile, const std::shared_ptr<Float8Copy>& codes);
+/// The products with a weight, if they are in float8; else null, and they are LibTorch's.
+OwnProducts float8_products(const Stored& w);
 
 /// scale B (A x), from the layouts of A and B.
 template <auto A, auto B>
@@ -113,7 +111,7 @@ class Weight {
   Weight() = default;
   Weight(const std::string& name, std::int64_t out, std::int64_t in, const Cuts& cuts,
          const Cuts& cuts_of_a, const Cuts& cuts_of_b, const ModuleOptions& o)
-      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init), float8_tile_(o.float8.dense) {
+      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init) {
     weight_.stored().spec.float8_tile = o.float8.dense;
     if (const auto lora = o.lora(name))
       lora_.emplace(name, out, in, cuts_of_a, cuts_of_b, *lora, o);
@@ -147,7 +145,7 @@ class Weight {
   }
   const Param<W>& weight() const { return weight_; }
   /// The products of the weight, not of what LoRA adds.
-  OwnProducts products() const { return float8_products(float8_tile_, weight_.stored().float8); }
+  OwnProducts products() const { return float8_products(weight_.stored()); }
   Stored& stored() { return weight_.stored(); }
   bool has_lora() const { return lora_.has_value(); }
   template <class Fn>
@@ -164,7 +162,6 @@ class Weight {
   }
 
   Param<W> weight_;
-  std::int64_t float8_tile_ = 0;
   std::optional<LowRank<A, B>> lora_;
 };
 

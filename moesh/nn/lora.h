@@ -1,7 +1,10 @@
 #pragma once
 // LoRA adds to a weight the product of two small matrices, and only these are trained.
 
+#include <ATen/core/Tensor.h>
+
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -32,5 +35,23 @@ inline Init init_of_a(std::int64_t in, const Init& of_module) {
 inline Init init_of_b(const LoraConfig& lora, const Init& of_module) {
   return lora.zero_b ? Init{} : init_of_a(lora.rank, of_module);
 }
+
+// Dropout of what goes into LoRA's A. Which numbers are dropped depends on the seed, the layer, the
+// number of a token in the run, and the feature: never on the rank, nor on how a step is cut. A
+// recompute drops the same.
+
+class Dropout {
+ public:
+  Dropout(double rate, std::uint64_t seed, const std::string& layer);
+
+  /// [rows.., count] of 0, where a number is dropped, and 1 / (1 - rate), for `count` features from
+  /// `first` on of the tokens with these numbers [rows..] (Tokens::numbers).
+  at::Tensor factors(const at::Tensor& numbers, std::int64_t first, std::int64_t count,
+                     at::ScalarType dtype) const;
+
+ private:
+  double rate_;
+  std::int64_t of_tokens_, of_features_;  // 32 random bits of the layer each
+};
 
 }  // namespace moesh::nn

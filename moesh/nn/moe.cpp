@@ -18,6 +18,21 @@ void check_shape(const at::Tensor& x, const Tokens& tokens, bool sequence_parall
               " on tp; make Tokens with the same setting");
 }
 
+// As training.float8_rows has it.
+class Float8Codec final : public RowCodec {
+ public:
+  explicit Float8Codec(std::int64_t tile) : tile_(tile) {}
+  at::Tensor encode(const at::Tensor& rows_RD) const override {
+    return kernels::pack_float8(rows_RD, tile_);
+  }
+  at::Tensor decode(const at::Tensor& words, const at::Tensor& like) const override {
+    return kernels::unpack_float8(words, like.size(1), tile_, like.scalar_type());
+  }
+
+ private:
+  std::int64_t tile_;
+};
+
 }  // namespace
 
 void MoeConfig::validate() const {
@@ -36,6 +51,7 @@ Moe::Moe(const MoeConfig& config)
                  make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
                                        config.router.shape(), transport_of(config.device)),
                                current_mesh().shape(), config.router.shape()))),
+      codec_(config.float8.rows > 0 ? std::make_shared<Float8Codec>(config.float8.rows) : nullptr),
       router_(config.router, config.name + "." + config.router_name, config.experts.dim,
               config.dtype, config.device, config.init),
       experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init,
@@ -65,7 +81,8 @@ Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens, const Ro
                                      .x_ND = mine,
                                      .route = route,
                                      .tokens = tokens,
-                                     .dy_ND = dy},
+                                     .dy_ND = dy,
+                                     .codec = codec_},
                                     x_ND);
   return {unflatten(y, 0, {tokens.batch(), tokens.length()}), std::move(route)};
 }

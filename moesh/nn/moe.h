@@ -27,7 +27,7 @@ struct MoeConfig {
   Init init{.kind = Init::Distribution::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
   LoraOf lora = no_lora;
-  kernels::Float8 float8 = {};  // the routed experts' is in `experts`
+  kernels::Float8 float8 = {};  // that of the routed experts' products is in `experts`
 
   void validate() const;
 };
@@ -71,6 +71,7 @@ class Moe {
                  const std::optional<Stream<Sp>>& dy_BLD);
 
   std::unique_ptr<const Dispatch> dispatch_;
+  Codec codec_;
   Router router_;
   Experts experts_;
   std::optional<SharedExperts> shared_;

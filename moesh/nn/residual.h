@@ -50,10 +50,12 @@ Stream<Sp> to_stream(const Sum& y, [[maybe_unused]] const SplitDim& over_tp) {
     return all_reduce<tp, Place::I>(y);
 }
 
+/// The gradients of shards come back by the codec.
 template <bool Sp>
-auto start_to_stream(const Sum& y, [[maybe_unused]] const SplitDim& over_tp) {
+auto start_to_stream(const Sum& y, [[maybe_unused]] const SplitDim& over_tp,
+                     [[maybe_unused]] const Codec& back) {
   if constexpr (Sp)
-    return start_reduce_scatter<tp>(y, over_tp);
+    return start_reduce_scatter<tp>(y, over_tp, back);
   else
     return start_all_reduce<tp, Place::I>(y);
 }

@@ -20,8 +20,11 @@ at::Tensor gate_logits(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
     return {{kernels::gate_forward(x_TD, gate_ED)},
             {x_TD, gate_ED},
             [sum = raw::sum_for(x_TD)](const auto& saved, const auto& dy) {
-              auto d = kernels::gate_backward(saved[0], saved[1], dy[0]);
-              if (sum) sum->add(std::exchange(d.x_TD, {}));
+              auto d = kernels::gate_backward(saved[0], saved[1], dy[0], sum.defined());
+              if (d.rows_TP.defined())
+                sum->add_product(d.rows_TP, d.weight_PD);
+              else if (sum)
+                sum->add(std::exchange(d.x_TD, {}));
               return raw::Tensors{d.x_TD, d.gate_ED};
             }};
   })[0];
@@ -74,15 +77,27 @@ PerToken of_valid(const Route& route, const PerToken& x) {
 // int64 [E]: rows of each expert, of the tokens that count.
 TokenSum count_valid(const PerToken& experts_NK, const PerToken& valid_N1,
                      std::int64_t num_experts) {
-  // The others choose one more expert, which is ignored.
-  PerToken counted = experts_NK;
-  if (local(valid_N1).defined())
-    counted = map_rows(
-        [&](const at::Tensor& experts, const at::Tensor& valid) {
-          return experts.masked_fill(valid.logical_not(), num_experts);
-        },
-        counted, valid_N1);
-  return narrow(count(counted, num_experts + 1), 0, 0, num_experts);
+  return declare<Dense{P, P, P}>(
+      [&](const at::Tensor& experts, const at::Tensor& valid) {
+        return kernels::count_choices(experts, valid, num_experts);
+      },
+      experts_NK, valid_N1);
+}
+
+at::Tensor weigh(const kernels::Weighing& how, const at::Tensor& logits_NE,
+                 const at::Tensor& experts_NK) {
+  return raw::differentiable({logits_NE}, [&]() -> raw::Differentiable {
+    return {{kernels::weigh_forward(how, logits_NE, experts_NK)},
+            {logits_NE, experts_NK},
+            [how](const raw::Tensors& saved, const raw::Tensors& dy) {
+              return raw::Tensors{kernels::weigh_backward(how, saved[0], saved[1], dy[0])};
+            }};
+  })[0];
+}
+
+// Whether balance is over the softmax.
+bool has_softmax(const RouterConfig& c) {
+  return c.balance_softmax || c.scoring != Scoring::sigmoid;
 }
 
 // The choice as the probe wants it.
@@ -154,11 +169,16 @@ Router::Router(const RouterConfig& config, const std::string& name, std::int64_t
       once<kTokenAxes>(constant(at::zeros({experts}, expert_bias_E_.options().dtype(at::kLong))));
 }
 
-PerToken Router::choose_experts(const PerToken& scores_NE, const PerToken& logits_NE,
-                                const Tokens& tokens, const RouteOptions& options) const {
+PerToken Router::choose_experts(const PerToken& logits_NE, const Tokens& tokens,
+                                const RouteOptions& options) const {
   const at::NoGradGuard no_grad;
   const bool on_logits = config_.choose_on_logits || config_.scoring == Scoring::softmax_chosen;
-  PerToken choice = detach(on_logits ? logits_NE : scores_NE) + constant(expert_bias_E_);
+  const auto scores_of = [&](const at::Tensor& l) {
+    return config_.scoring == Scoring::sigmoid ? l.sigmoid() : l.softmax(-1);
+  };
+  PerToken choice = detach(logits_NE);
+  if (!on_logits) choice = map_rows(scores_of, choice);
+  choice = choice + constant(expert_bias_E_);
   PerToken experts;
   try {
     if (config_.num_groups > 1) choice = limit_to_groups(choice, config_);
@@ -174,15 +194,6 @@ PerToken Router::choose_experts(const PerToken& scores_NE, const PerToken& logit
   return probed(experts, choice, tokens, options, /*for_balance=*/false);
 }
 
-at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
-                         const at::Tensor& experts_NK) const {
-  at::Tensor weights = config_.scoring == Scoring::softmax_chosen
-                           ? logits_NE.gather(1, experts_NK).softmax(-1)
-                           : scores_NE.gather(1, experts_NK);
-  if (config_.normalize) weights = weights / (weights.sum(-1, true) + config_.epsilon);
-  return config_.scale != 1 ? weights * config_.scale : weights;
-}
-
 Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options) {
   Route route;
   route.valid_N1 = tokens.valid_N1();
@@ -190,19 +201,14 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
   if (gate_bias_) logits = logits + use(*gate_bias_);
   route.logits_NE = logits;
 
-  const bool is_sigmoid = config_.scoring == Scoring::sigmoid;
-  const auto scores = map_rows(
-      [&](const at::Tensor& l) { return is_sigmoid ? l.sigmoid() : l.softmax(-1); }, logits);
-  route.probabilities_NE = scores;
-  if (config_.balance_softmax)
-    route.probabilities_NE = map_rows([](const at::Tensor& l) { return l.softmax(-1); }, logits);
-  else if (is_sigmoid)
-    route.probabilities_NE =
-        map_rows([](const at::Tensor& s) { return s / (s.sum(-1, true) + 1e-20); }, scores);
-  route.experts_NK = choose_experts(scores, logits, tokens, options);
-  route.weights_NK = map_rows([&](const at::Tensor& s, const at::Tensor& l,
-                                  const at::Tensor& experts) { return weigh(s, l, experts); },
-                              scores, logits, route.experts_NK);
+  route.experts_NK = choose_experts(logits, tokens, options);
+  const kernels::Weighing how{.scoring = config_.scoring,
+                              .normalize = config_.normalize,
+                              .epsilon = config_.epsilon,
+                              .scale = config_.scale};
+  route.weights_NK = map_rows(
+      [&](const at::Tensor& l, const at::Tensor& experts) { return weigh(how, l, experts); },
+      logits, route.experts_NK);
 
   route.counts_E = count_valid(route.experts_NK, route.valid_N1, config_.num_experts);
   if (options.pass == Pass::training)
@@ -235,6 +241,16 @@ RouterStatistics statistics(const Route& route) {
           .num_idle = counts.eq(0).sum().item<std::int64_t>()};
 }
 
+PerToken probabilities(const Route& route, const RouterConfig& config) {
+  return map_rows(
+      [&](const at::Tensor& l) {
+        if (has_softmax(config)) return l.softmax(-1);
+        const at::Tensor s = l.sigmoid();
+        return s / (s.sum(-1, true) + 1e-20);
+      },
+      route.logits_NE);
+}
+
 TokenSum balance_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
                       const at::Tensor& num_step_tokens, BalanceOver over,
                       const RouteOptions& options) {
@@ -242,25 +258,40 @@ TokenSum balance_loss(const Route& route, const RouterConfig& config, const Toke
   const PerToken scores_NE = detach(route.logits_NE);
   const PerToken experts_NK =
       probed(best(scores_NE, config.top_k), scores_NE, tokens, options, /*for_balance=*/true);
-  const PerToken p_NE = of_valid(route, route.probabilities_NE);
-  const auto dtype = local(p_NE).scalar_type();
+  const auto dtype = local(scores_NE).scalar_type();
   const auto weight = [&](const at::Tensor& counts) {
     return weight_of_counts(counts, config, num_step_tokens);
   };
   if (over == BalanceOver::micro_batch) {
     const auto counts_E = cast(
         all_reduce<kTokenAxes>(count_valid(experts_NK, route.valid_N1, config.num_experts)), dtype);
-    return sum_all(sum<Over::tokens>(p_NE) * counts_E * constant(weight(whole(counts_E))));
+    return sum_all(sum<Over::tokens>(of_valid(route, probabilities(route, config))) * counts_E *
+                   constant(weight(whole(counts_E))));
   }
-  const at::Tensor& member = tokens.members(local(p_NE).device(), dtype);
-  // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
-  const auto of_sequence = [&](const PerToken& x) {
-    return declare<Dense{T, P, P}>([&](const at::Tensor& t) { return member.matmul(t.to(dtype)); },
-                                   x);
+  const kernels::BalanceOf balance{.softmax = has_softmax(config),
+                                   .experts_TK = local(experts_NK),
+                                   .valid_T1 = local(route.valid_N1),
+                                   .members_BT = tokens.members(local(scores_NE).device(), dtype),
+                                   .equal_runs = tokens.has_equal_runs()};
+  at::Tensor sums_2BE;  // without autograd
+  const auto sums_of = [&](const at::Tensor& logits) {
+    return raw::differentiable({logits}, [&]() -> raw::Differentiable {
+      sums_2BE = kernels::balance_sums(balance, logits);
+      return {{sums_2BE[0].variable_data()},
+              {logits},
+              [balance](const raw::Tensors& saved, const raw::Tensors& dy) {
+                return raw::Tensors{kernels::balance_sums_backward(balance, saved[0], dy[0])};
+              }};
+    })[0];
   };
+  // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
+  const auto of_sequences = [](const auto& f, const PerToken& x) {
+    return declare<Dense{T, P, P}>(f, x);
+  };
+  const auto p_BE = of_sequences(sums_of, route.logits_NE);
   const auto counts_BE = all_reduce<kSequenceAxes>(
-      of_sequence(of_valid(route, one_hot(experts_NK, config.num_experts))));
-  return sum_all(of_sequence(p_NE) * counts_BE * map_rows(weight, counts_BE));
+      of_sequences([&](const at::Tensor&) { return sums_2BE[1]; }, scores_NE));
+  return sum_all(p_BE * counts_BE * map_rows(weight, counts_BE));
 }
 
 TokenSum z_loss(const Route& route, const at::Tensor& num_step_tokens) {

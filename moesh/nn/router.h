@@ -7,8 +7,9 @@
 #include <string>
 
 #include "moesh/fsdp/param.h"
-#include "moesh/nn/probe.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/residual.h"
+#include "moesh/nn/routing.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/tensor.h"
 
@@ -29,11 +30,7 @@ auto gate_logits(const Tensor<A>& x_TD, const Tensor<B>& gate_ED) {
 /// A sum over tokens, not yet taken over the ranks.
 using TokenSum = Tensor<Dense{Place::P, Place::P, Place::P}>;
 
-enum class Scoring {
-  sigmoid,         // s = sigmoid(logit)
-  softmax,         // s = softmax over all experts
-  softmax_chosen,  // top-k of the logits, s = softmax over the chosen
-};
+using kernels::Scoring;  // softmax_chosen: top-k of the logits
 
 /// The tokens over which a balance loss compares the load of experts.
 enum class BalanceOver { sequence, micro_batch };
@@ -71,7 +68,7 @@ struct RouteOptions {
 struct Route {
   PerToken experts_NK;  // int64
   PerToken weights_NK;  // multiply an expert's input or output; float32 (float64 in float64 runs)
-  PerToken logits_NE, probabilities_NE;
+  PerToken logits_NE;
   TokenSum counts_E;  // int64: rows of each expert, of the tokens that count
   PerToken valid_N1;  // bool: the tokens that count for balance and losses; undefined: all
 };
@@ -111,10 +108,8 @@ class Router {
   void set_pending_counts(const Tensor<Dense{Place::R, Place::R, Place::R}>& total_E);
 
  private:
-  PerToken choose_experts(const PerToken& scores_NE, const PerToken& logits_NE,
-                          const Tokens& tokens, const RouteOptions& options) const;
-  at::Tensor weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
-                   const at::Tensor& experts_NK) const;
+  PerToken choose_experts(const PerToken& logits_NE, const Tokens& tokens,
+                          const RouteOptions& options) const;
 
   RouterConfig config_;
   Gate gate_;
@@ -129,6 +124,9 @@ RouterStatistics statistics(const Route& route);
 
 // Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer
 // step divided by their number (num_step_tokens, a float64 scalar of the device or of the host).
+
+/// What a balance loss takes for the scores: sigmoids that add up to one, or the softmax.
+PerToken probabilities(const Route& route, const RouterConfig& config);
 
 /// How unevenly the experts are loaded: E / (K T^2) * sum_e n_e * sum_t p_te, 1 where they are
 /// balanced, times T / num_step_tokens, over the T valid tokens of each sequence, summed over the

@@ -4,9 +4,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "moesh/base/this_thread.h"
 #include "moesh/comm/mesh.h"
 #include "moesh/spmd/gather_ranges.h"
 #include "moesh/spmd/ops.h"
@@ -109,6 +112,9 @@ class Tokens {
   GlobalToken global(LocalToken t) const;
   /// global() of every local token, int64 [num_local].
   at::Tensor global_ids(at::Device device = at::kCPU) const;
+  /// Whether the local tokens are those of the first sequence, then of the next, and so on, as many
+  /// of each.
+  bool has_equal_runs() const { return num_local() == batch_ * shard(rank_).length(); }
   /// The sequence of every local token among this dp rank's, int64 [num_local].
   at::Tensor sequence_ids(at::Device device = at::kCPU) const;
   /// [batch, num_local]: 1 where the local token is of the sequence, else 0; a product with it is a
@@ -150,5 +156,41 @@ auto own_span(const Tensor<L>& x, const Tokens& tokens) {
   return keep<cp>(map_rows([&](const at::Tensor& t) { return tokens.by_span(t); }, x),
                   tokens.over_cp());
 }
+
+// Checks of values that are on the device, without a wait for each.
+
+/// Throws Error (data) with text(v) where some element is wrong, v being the first that is. `wrong`
+/// is bool, of the shape of `values`, which are int64. Under a CheckLater of this thread it throws
+/// later.
+void check_values(const at::Tensor& wrong, const at::Tensor& values,
+                  const std::function<std::string(std::int64_t)>& text);
+
+/// While it lives, checks of this thread are noted and not made: code that has read `found` from
+/// the device, with whatever else it reads there, calls `raise`.
+class CheckLater {
+ public:
+  CheckLater();
+
+  /// The checks so far. They outlive the scope.
+  struct Checks {
+    std::vector<at::Tensor> found;  // int64 [2] of each: whether a value is wrong, and which
+    std::vector<std::function<std::string(std::int64_t)>> texts;
+
+    /// `found` of all of them, one after the other, on the host. Throws the first that has failed.
+    void raise(const std::int64_t* found) const;
+  };
+  const Checks& checks() const { return checks_; }
+
+  /// That of this thread; null: none.
+  static CheckLater* current();
+  /// While the result lives, this thread has that of another one, which works for the same rank.
+  static ScopedValue<CheckLater*> use(CheckLater* other);
+
+ private:
+  friend void check_values(const at::Tensor&, const at::Tensor&,
+                           const std::function<std::string(std::int64_t)>&);
+  Checks checks_;
+  ScopedValue<CheckLater*> scope_;
+};
 
 }  // namespace moesh::nn

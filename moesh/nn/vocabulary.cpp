@@ -10,7 +10,7 @@
 #include "moesh/base/label.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/kernels/rowwise.h"
-#include "moesh/nn/later.h"
+#include "moesh/nn/tokens.h"
 #include "moesh/spmd/tensor.h"
 #include "moesh/spmd/weights_later.h"
 #include "moesh/types/token.h"

@@ -1,5 +1,5 @@
 // n, m rows and columns of a matrix; "part": the box of a matrix that a rank has.
-#include "moesh/optim/muon.h"
+#include "moesh/optim/rules.h"
 
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/cat.h>

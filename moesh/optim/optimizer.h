@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "moesh/optim/rule.h"
+#include "moesh/optim/rules.h"
 
 namespace moesh::optim {
 

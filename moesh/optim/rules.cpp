@@ -5,8 +5,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
 #include "moesh/kernels/update.h"
-#include "moesh/optim/muon.h"
-#include "moesh/optim/rule.h"
 
 namespace moesh::optim {
 

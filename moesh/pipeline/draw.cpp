@@ -1,4 +1,4 @@
-#include "moesh/pipeline/draw.h"
+#include "moesh/pipeline/simulate.h"
 
 #include <algorithm>
 #include <cmath>

@@ -247,8 +247,8 @@ bool has_halves(const std::string& name) {
   return name == "zero_bubble" || name == "zbv" || name == "dualpipev";
 }
 
-int stages_of_a_rank(const std::string& name) {
-  return name == "zbv" || name == "dualpipev" ? 2 : name == "interleaved_1f1b" ? 0 : 1;
+int stages_of_a_rank(const std::string& name, int any) {
+  return name == "zbv" || name == "dualpipev" ? 2 : name == "interleaved_1f1b" ? any : 1;
 }
 
 Schedule make_schedule(const std::string& name, int p, int v, int m, bool joined) {

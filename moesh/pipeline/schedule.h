@@ -86,8 +86,10 @@ bool can_be_joined(const std::string& name);
 /// Whether some of its backwards are in two halves.
 bool has_halves(const std::string& name);
 
-/// Stages of a rank that a schedule needs: 1, 2, or 0 where any number from 2 on will do.
-int stages_of_a_rank(const std::string& name);
+/// Stages of a rank that a schedule needs: 1, 2, or `any` where any number from 2 on will do.
+int stages_of_a_rank(const std::string& name, int any = 0);
+/// In that case, where nobody says how many.
+constexpr int kStagesOfARank = 2;
 
 /// By name; throws Error (config) when there is no such schedule, or not with so many stages, or
 /// not joined. Joined, forwards and backwards that stand side by side are under way at once.

@@ -3,6 +3,7 @@
 // whether they ever wait for each other in a circle. For any list of actions.
 
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "moesh/pipeline/schedule.h"
@@ -64,5 +65,39 @@ Simulation simulate(const Schedule& schedule, const Costs& costs = {.stages = {{
 /// Buffers between two ranks, of each kind, with which no rank waits in a circle, whatever actions
 /// take; and with which none waits for a buffer where all take the same time.
 int enough_buffers(const Schedule& schedule);
+
+// Two pieces of work that take turns on a rank (base/turns.h), without tensors: how long they take
+// together. While rows of one are on their way, the other one computes.
+
+/// What rows travel on. Each carries one message after the other.
+enum class RowLink { inside, between };  // a node, nodes
+
+/// Computing, and then a message, which is awaited before the next step.
+struct LaneStep {
+  double compute = 0;
+  double message = 0;  // how long it takes on its link; 0: none
+  RowLink link = RowLink::between;
+  bool takes_turns = true;  // while it is awaited, the other goes on
+};
+using Lane = std::vector<LaneStep>;
+
+/// From the first step of lane 0, which begins, to the end of the last of all. Computing takes
+/// `slower` of its time more while messages are on their way.
+double seconds_in_turns(const std::vector<Lane>& lanes, double slower = 0);
+
+/// The same one after the other.
+double seconds_apart(const Lane& lane);
+
+// A simulated schedule as a picture.
+
+/// A line for each rank, time from left to right, dots where it waits. An action is its letter and
+/// its micro-batch ("F0 "; "F4.0 " with the stage, where ranks have several), and only the letter
+/// where `columns` are too few for that. 0: as many as it takes.
+std::string draw_text(const Simulation& simulation, int columns = 0);
+
+/// A picture for browsers and pages, with its title, colours and numbers explained in it. The note
+/// is under the title; empty: the bubble, and the most activations of a rank.
+std::string draw_svg(const Simulation& simulation, const std::string& title,
+                     const std::string& note = "");
 
 }  // namespace moesh::pipeline

@@ -1,4 +1,4 @@
-#include "moesh/report/run_data.h"
+#include "moesh/report/page.h"
 
 #include <sys/stat.h>
 

@@ -1,4 +1,4 @@
-#include "moesh/report/serve.h"
+#include "moesh/report/page.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

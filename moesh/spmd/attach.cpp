@@ -11,7 +11,7 @@
 #include <limits>
 #include <utility>
 
-#include "moesh/base/interrupt.h"
+#include "moesh/base/this_thread.h"
 
 namespace moesh::raw {
 namespace {

@@ -7,7 +7,6 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/square.h>
@@ -66,14 +65,6 @@ at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values) {
   auto shape = index.sizes().vec();
   shape.back() = num_values;
   return at::zeros(shape, index.options().dtype(at::kBool)).scatter(-1, index, true);
-}
-at::Tensor count(const at::Tensor& x, std::int64_t num_values) {
-  // Not bincount, for whose answer the host waits for an accelerator. Whole numbers add up to the
-  // same in any order; those of 32 bits have an addition of their own there.
-  const at::Tensor one = at::ones({1}, x.options().dtype(at::kInt));
-  return at::zeros({num_values}, one.options())
-      .scatter_add_(0, x.flatten(), one.expand({x.numel()}))
-      .to(at::kLong);
 }
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
 at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last) {

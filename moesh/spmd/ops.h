@@ -54,7 +54,6 @@ std::int64_t dim_of(Over over, const at::Tensor& x);
 at::Tensor sum(const at::Tensor& x, std::int64_t dim);
 at::Tensor sum_all(const at::Tensor& x);
 at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values);
-at::Tensor count(const at::Tensor& x, std::int64_t num_values);
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
 at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last);
 at::Tensor unflatten(const at::Tensor& x, std::int64_t dim, at::IntArrayRef sizes);
@@ -163,13 +162,6 @@ template <auto L>
 auto one_hot(const Tensor<L>& index, std::int64_t num_values) {
   constexpr auto out = apply(Unary::over_features, L);
   return assume<out>(raw::one_hot(index.local(), num_values));
-}
-
-/// How often each of 0 .. num_values - 1 occurs in x: int64 [num_values].
-template <auto L>
-auto count(const Tensor<L>& x, std::int64_t num_values) {
-  constexpr auto out = sum_of_all(apply(Unary::nonlinear, L));
-  return assume<out>(raw::count(x.local(), num_values));
 }
 
 // Linear ways to look at a tensor. They keep the layout: a rank's own elements stay its own.

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -67,7 +68,54 @@ SentStep along_rows(comm::Handle message, std::int64_t dim) {
   return {std::move(message), [dim](const at::Tensor& t) { return Tensors{t.movedim(0, dim)}; }};
 }
 
+// Sends the codes, and gives what stands for those that come.
+Begin in_code(Begin begin, std::shared_ptr<Codes> codes) {
+  return [begin = std::move(begin), codes = std::move(codes)](const Tensors& xs) {
+    Tensors message = xs;
+    for (std::size_t i = 0; i < xs.size(); ++i)
+      if (codes->words[i].defined()) message[i] = codes->words[i];
+    SentStep sent = begin(message);
+    sent.results = [results = std::move(sent.results), codes,
+                    like = no_rows_of(xs)](const at::Tensor& came) {
+      Tensors all = results(came);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        if (!codes->words[i].defined()) continue;
+        auto sizes = like[i].sizes().vec();
+        sizes[0] = all[i].size(0);
+        codes->words[i] = std::exchange(all[i], stands_for(sizes, like[i].options()));
+      }
+      return all;
+    };
+    return sent;
+  };
+}
+
+// Encodes, sends, and decodes.
+Begin by_codec(Begin begin, Codec codec) {
+  return [begin = std::move(begin), codec = std::move(codec)](const Tensors& xs) {
+    Tensors message;
+    for (const at::Tensor& x : xs) message.push_back(codec->encode(x));
+    SentStep sent = begin(message);
+    sent.results = [results = std::move(sent.results), codec,
+                    like = no_rows_of(xs)](const at::Tensor& came) {
+      Tensors all = results(came);
+      for (std::size_t i = 0; i < all.size(); ++i) all[i] = codec->decode(all[i], like[i]);
+      return all;
+    };
+    return sent;
+  };
+}
+
 }  // namespace
+
+MaybeAdjointPair in_code(MaybeAdjointPair pair, const std::shared_ptr<Codes>& codes,
+                         const Codec& back) {
+  if (!pair) return pair;
+  if (std::ranges::any_of(codes->words, [](const at::Tensor& w) { return w.defined(); }))
+    pair->step = in_code(std::move(pair->step), codes);
+  if (back) pair->adjoint = by_codec(std::move(pair->adjoint), back);
+  return pair;
+}
 
 SentStep begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
                const std::vector<std::int64_t>& sizes) {

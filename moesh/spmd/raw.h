@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "moesh/comm/mesh.h"
+#include "moesh/spmd/codec.h"
 #include "moesh/types/transition.h"
 
 namespace moesh {
@@ -47,6 +48,11 @@ struct AdjointPair {
   SentStep begin(const Tensors& xs) const;
 };
 using MaybeAdjointPair = std::optional<AdjointPair>;
+
+/// The pair, whose step sends these codes in the place of the tensors that stand for them, and
+/// leaves there what came; and whose adjoint sends its gradients by the codec.
+MaybeAdjointPair in_code(MaybeAdjointPair pair, const std::shared_ptr<Codes>& codes,
+                         const Codec& back);
 
 /// Starts the step and awaits it; backward does the same with the adjoint.
 Tensors run_pair(const Tensors& xs, const MaybeAdjointPair& pair);

@@ -130,4 +130,30 @@ MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& row
   return AdjointPair{.step = gather, .adjoint = sum, .sizes = {}};
 }
 
+at::Tensor stands_for(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty({1}, options).expand(sizes);
+}
+
+at::Tensor begin_coded(const at::Tensor& x) {
+  return attach(x, stands_for(x.sizes(), x.options()), [](const at::Tensor& g) { return g; });
+}
+
+at::Tensor end_coded(const at::Tensor& place, const at::Tensor& rows) {
+  return attach(place, rows, [](const at::Tensor& g) { return g; });
+}
+
+at::Tensor map_coded(const at::Tensor& place, std::int64_t num_rows,
+                     std::function<at::Tensor(const at::Tensor&)> adjoint) {
+  auto sizes = place.sizes().vec();
+  sizes[0] = num_rows;
+  return attach(place, stands_for(sizes, place.options()), std::move(adjoint));
+}
+
+at::Tensor with_coded_gradient(const at::Tensor& x, const Codec& codec) {
+  if (!codec) return x;
+  return attach(x, x.detach(), [codec](const at::Tensor& gradient) {
+    return codec->decode(codec->encode(gradient), gradient);
+  });
+}
+
 }  // namespace moesh::raw

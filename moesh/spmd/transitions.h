@@ -27,14 +27,14 @@
 namespace moesh {
 
 namespace raw {
-/// Plain results as the typed tensors Out...: one, or a tuple of several.
+/// Plain results, and codes, as the typed tensors Out...: one, or a tuple of several.
 template <class... Out>
-auto typed_results(const Tensors& plain) {
+auto typed_results(const Tensors& plain, const std::shared_ptr<Codes>& codes = nullptr) {
   return [&]<size_t... i>(std::index_sequence<i...>) {
     if constexpr (sizeof...(Out) == 1)
-      return (Out::assume(plain[i]), ...);
+      return (with_codes<Out>(plain[i], codes, i), ...);
     else
-      return std::tuple<Out...>{Out::assume(plain[i])...};
+      return std::tuple<Out...>{with_codes<Out>(plain[i], codes, i)...};
   }(std::index_sequence_for<Out...>());
 }
 }  // namespace raw
@@ -44,25 +44,29 @@ auto typed_results(const Tensors& plain) {
 template <class... Out>
 class [[nodiscard]] Moving {
  public:
-  explicit Moving(raw::StartedStep started) : started_(std::move(started)) {}
-  auto wait() { return raw::typed_results<Out...>(started_.wait()); }
+  explicit Moving(raw::StartedStep started, std::shared_ptr<raw::Codes> codes = nullptr)
+      : started_(std::move(started)), codes_(std::move(codes)) {}
+  auto wait() { return raw::typed_results<Out...>(started_.wait(), codes_); }
 
  private:
   raw::StartedStep started_;
+  std::shared_ptr<raw::Codes> codes_;
 };
 
 namespace raw {
 template <Axes A, Place To, Step S, auto L>
-auto typed_move(const Tensor<L>& x, const SplitDim& along, const char* name) {
+auto typed_move(const Tensor<L>& x, const SplitDim& along, const char* name,
+                const Codec& back = {}) {
   constexpr auto out = transition(L, A, To, S);
-  return typed_results<Tensor<out>>(
-      run_pair({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
+  return typed_results<Tensor<out>>(run_pair(
+      {x.local()}, in_code(move(x.local(), A, on(L, A), To, along, name), codes_of(x), back)));
 }
 template <Axes A, Place To, Step S, auto L>
-auto typed_start(const Tensor<L>& x, const SplitDim& along, const char* name) {
+auto typed_start(const Tensor<L>& x, const SplitDim& along, const char* name,
+                 const Codec& back = {}) {
   constexpr auto out = transition(L, A, To, S);
-  return Moving<Tensor<out>>(
-      StartedStep({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
+  return Moving<Tensor<out>>(StartedStep(
+      {x.local()}, in_code(move(x.local(), A, on(L, A), To, along, name), codes_of(x), back)));
 }
 }  // namespace raw
 
@@ -76,14 +80,14 @@ auto start_all_gather(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_start<A, To, Step::all_gather>(x, along, "all_gather");
 }
 
-/// The sum over the ranks; each keeps its slice of it.
+/// The sum over the ranks; each keeps its slice of it. Backward gathers gradients by the codec.
 template <Axes A, Place To = Place::T, auto L>
-auto reduce_scatter(const Tensor<L>& x, const SplitDim& along) {
-  return raw::typed_move<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
+auto reduce_scatter(const Tensor<L>& x, const SplitDim& along, const Codec& back = {}) {
+  return raw::typed_move<A, To, Step::reduce_scatter>(x, along, "reduce_scatter", back);
 }
 template <Axes A, Place To = Place::T, auto L>
-auto start_reduce_scatter(const Tensor<L>& x, const SplitDim& along) {
-  return raw::typed_start<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
+auto start_reduce_scatter(const Tensor<L>& x, const SplitDim& along, const Codec& back = {}) {
+  return raw::typed_start<A, To, Step::reduce_scatter>(x, along, "reduce_scatter", back);
 }
 
 /// The sum over the ranks.
@@ -165,6 +169,13 @@ auto sparse(const Tensor<L>& x) {
   constexpr Sparse to = cross(L);
   check_crossing(all_equal(L));
   return assume<to>(x.local());
+}
+
+/// The same of coded rows.
+template <auto L>
+auto sparse(const Coded<Tensor<L>>& x) {
+  const auto place = sparse(x.place());
+  return Coded<std::remove_cvref_t<decltype(place)>>(place, x.words(), x.codec());
 }
 
 /// Sparse -> Dense.

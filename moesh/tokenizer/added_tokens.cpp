@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::tokenizer {

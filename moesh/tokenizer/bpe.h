@@ -1,8 +1,8 @@
 #pragma once
-// Byte-pair encoding: the pieces of a word are merged pair by pair, the pair that was learned first
-// before all others.
+// Byte-pair encoding: pieces of text as token ids, by merges.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -11,6 +11,17 @@
 #include "moesh/tokenizer/sections.h"
 
 namespace moesh::tokenizer {
+
+// Bytes written as letters, as byte-level tokenizers do since GPT-2: a byte that prints stands for
+// itself, and the others follow from U+0100 on.
+
+char32_t letter_of_byte(unsigned char byte);
+
+/// The bytes that the letters stand for; nothing where one of them stands for none.
+std::optional<std::string> bytes_of_letters(std::string_view text);
+
+// Byte-pair encoding: the pieces of a word are merged pair by pair, the pair that was learned first
+// before all others.
 
 using TokenId = std::int32_t;
 constexpr TokenId kNoToken = -1;
@@ -39,7 +50,8 @@ class WordCache {
 
 class Bpe {
  public:
-  /// `byte_level`: the tokens write bytes as letters (see bytes.h), and words are given as bytes.
+  /// `byte_level`: the tokens write bytes as letters (see letter_of_byte), and words are given as
+  /// bytes.
   Bpe(const JsonSection& section, bool byte_level);
 
   /// Bytes of the word that each token stands for, in their order.

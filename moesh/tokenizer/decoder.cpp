@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/name.h"
-#include "moesh/tokenizer/bytes.h"
+#include "moesh/tokenizer/bpe.h"
 
 namespace moesh::tokenizer {
 namespace {
@@ -84,14 +84,14 @@ std::string TokenDecoder::decode(std::vector<std::string> tokens) const {
   return joined(tokens, "");
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const ByteLevel&, const Tokens& tokens) {
+TokenDecoder::TokenTexts TokenDecoder::run(const ByteLevel&, const TokenTexts& tokens) {
   std::string bytes;
   for (const std::string& token : tokens) bytes += bytes_of_letters(token).value_or(token);
   return {with_replacements(bytes)};
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const ByteFallback&, const Tokens& tokens) {
-  Tokens result;
+TokenDecoder::TokenTexts TokenDecoder::run(const ByteFallback&, const TokenTexts& tokens) {
+  TokenTexts result;
   std::string bytes;
   const auto end_bytes = [&] {
     if (bytes.empty()) return;
@@ -113,12 +113,12 @@ TokenDecoder::Tokens TokenDecoder::run(const ByteFallback&, const Tokens& tokens
   return result;
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const Fuse&, const Tokens& tokens) {
+TokenDecoder::TokenTexts TokenDecoder::run(const Fuse&, const TokenTexts& tokens) {
   return {joined(tokens, "")};
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const Strip& step, const Tokens& tokens) {
-  Tokens result;
+TokenDecoder::TokenTexts TokenDecoder::run(const Strip& step, const TokenTexts& tokens) {
+  TokenTexts result;
   for (const std::string& token : tokens) {
     std::u32string text = code_points(token);
     std::size_t begin = 0, end = text.size();
@@ -130,8 +130,8 @@ TokenDecoder::Tokens TokenDecoder::run(const Strip& step, const Tokens& tokens) 
   return result;
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const MetaspaceDecoder& step, const Tokens& tokens) {
-  Tokens result;
+TokenDecoder::TokenTexts TokenDecoder::run(const MetaspaceDecoder& step, const TokenTexts& tokens) {
+  TokenTexts result;
   for (const std::string& token : tokens) {
     const bool drops = result.empty() && step.has_prefix;
     std::string& text = result.emplace_back();
@@ -144,8 +144,8 @@ TokenDecoder::Tokens TokenDecoder::run(const MetaspaceDecoder& step, const Token
   return result;
 }
 
-TokenDecoder::Tokens TokenDecoder::run(const Replacement& step, const Tokens& tokens) {
-  Tokens result;
+TokenDecoder::TokenTexts TokenDecoder::run(const Replacement& step, const TokenTexts& tokens) {
+  TokenTexts result;
   std::string buffer;
   for (const std::string& token : tokens) result.emplace_back(step.apply(token, buffer));
   return result;

@@ -28,16 +28,16 @@ class TokenDecoder {
     char32_t replacement;
     bool has_prefix;
   };
-  using Tokens = std::vector<std::string>;
+  using TokenTexts = std::vector<std::string>;
   using Step = std::variant<ByteLevel, ByteFallback, Fuse, Strip, MetaspaceDecoder, Replacement>;
 
   void add(const JsonSection& section);
-  static Tokens run(const ByteLevel& step, const Tokens& tokens);
-  static Tokens run(const ByteFallback& step, const Tokens& tokens);
-  static Tokens run(const Fuse& step, const Tokens& tokens);
-  static Tokens run(const Strip& step, const Tokens& tokens);
-  static Tokens run(const MetaspaceDecoder& step, const Tokens& tokens);
-  static Tokens run(const Replacement& step, const Tokens& tokens);
+  static TokenTexts run(const ByteLevel& step, const TokenTexts& tokens);
+  static TokenTexts run(const ByteFallback& step, const TokenTexts& tokens);
+  static TokenTexts run(const Fuse& step, const TokenTexts& tokens);
+  static TokenTexts run(const Strip& step, const TokenTexts& tokens);
+  static TokenTexts run(const MetaspaceDecoder& step, const TokenTexts& tokens);
+  static TokenTexts run(const Replacement& step, const TokenTexts& tokens);
 
   bool is_given_ = false;
   std::vector<Step> steps_;

@@ -4,9 +4,8 @@
 #include <bit>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/name.h"
-#include "moesh/tokenizer/pattern_parser.h"
 
 namespace moesh::tokenizer {
 namespace {

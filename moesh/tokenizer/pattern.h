@@ -1,9 +1,8 @@
 #pragma once
-// Regular expressions of split patterns, matched as the package `tokenizers` does (it uses
-// Oniguruma with Ruby's syntax): the leftmost match, alternatives in order, backtracking. A pattern
-// is parsed once; what moesh does not know in it is an error that names it.
+// Split patterns: regular expressions as trees, and their matches in a text.
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,6 +11,32 @@
 #include "moesh/tokenizer/code_points.h"
 
 namespace moesh::tokenizer {
+
+// The parts of a regular expression, as a tree.
+
+struct PatternNode {
+  enum class Type { set, sequence, alternation, repeat, look, line_start, line_end };
+  enum class Greed { greedy, lazy, possessive };
+  static constexpr std::uint32_t kNoLimit = std::numeric_limits<std::uint32_t>::max();
+
+  Type kind = Type::sequence;
+  CodePointSet set = {};
+  std::vector<PatternNode> parts = {};  // of a repeat and of a look: one
+  std::uint32_t min = 0, max = 0;
+  Greed greed = Greed::greedy;
+  bool negative = false;
+
+  bool can_be_empty() const;
+  /// The code points that it can begin with; all where it can be empty.
+  CodePointSet first() const;
+};
+
+/// `what` names the pattern in errors (data).
+PatternNode parse_pattern(std::string_view regex, const std::string& what);
+
+// Regular expressions of split patterns, matched as the package `tokenizers` does (it uses
+// Oniguruma with Ruby's syntax): the leftmost match, alternatives in order, backtracking. A pattern
+// is parsed once; what moesh does not know in it is an error that names it.
 
 /// A range of bytes of a text; not empty.
 struct Match {

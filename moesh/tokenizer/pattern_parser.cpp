@@ -1,10 +1,10 @@
-#include "moesh/tokenizer/pattern_parser.h"
+#include "moesh/tokenizer/pattern.h"
 
 #include <algorithm>
 #include <optional>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::tokenizer {

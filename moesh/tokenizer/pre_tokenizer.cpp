@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/name.h"
 #include "moesh/tokenizer/normalizer.h"
 

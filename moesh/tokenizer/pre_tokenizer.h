@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "moesh/tokenizer/code_points.h"
-#include "moesh/tokenizer/origins.h"
+#include "moesh/tokenizer/normalizer.h"
 #include "moesh/tokenizer/pattern.h"
 #include "moesh/tokenizer/sections.h"
 

@@ -3,9 +3,8 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/hub.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/name.h"
 

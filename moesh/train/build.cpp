@@ -16,7 +16,7 @@
 #include "moesh/config/options.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/models/disk.h"
-#include "moesh/optim/rule.h"
+#include "moesh/optim/rules.h"
 #include "moesh/optim/schedule.h"
 
 namespace moesh::train {
@@ -403,6 +403,9 @@ StepOptions step_options(const Config& config) {
                       .qk_clip = config.optimizer.qk_clip,
                       .overlap = config.parallelism.overlap_reductions,
                       .pipeline = pipeline_options(config)};
+  if (float8(config).has_products())
+    options.float8_layers =
+        models::facts(config.model.architecture).num_layers + num_mtp_layers(config);
   options.forward = {
       .sequence_parallel = config.parallelism.sequence_parallel,
       .sequence_cut = sequence_cut(config),
@@ -425,8 +428,10 @@ UseGraph use_graph(const Config& config) {
                                          : UseGraph::automatic;
 }
 
-double learning_rate(const Config& config, std::int64_t step) {
-  return config.optimizer.lr * schedule(config).factor(step);
+std::function<double(std::int64_t step)> learning_rates(const Config& config) {
+  return [peak = config.optimizer.lr, schedule = schedule(config)](std::int64_t step) {
+    return peak * schedule.factor(step);
+  };
 }
 
 std::unique_ptr<data::Dataset> open_dataset(const Config& config) {
@@ -440,36 +445,39 @@ std::int64_t most_documents(std::int64_t batch, std::int64_t sequence, std::int6
   return most;
 }
 
-std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
-                                             const Mesh& mesh, std::int64_t data_position) {
-  const auto order = sample_order(config);
-  std::vector<models::MicroBatch> batches;
-  std::int64_t num_documents = 0;
-  for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
-    const std::int64_t first = data_position + order.first(0, micro, mesh.coordinate(dp));
-    const auto b = data::make_batch(dataset, first, order.batch, num_mtp_layers(config));
-    models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
-    for (const auto& a : b.ahead) batch.ahead.push_back({a.input_ids_BL, a.labels_BL});
-    if (document_mask(config)) batch.documents.starts_BL = b.document_starts_BL;
-    if (config.lora.dropout > 0)
-      batch.samples_B = at::arange(first, first + order.batch, at::kLong);
-    num_documents = std::max(num_documents, b.num_documents);
-    // From pinned memory the copy to a GPU is not waited for.
-    if (config.training.device != "cpu")
-      for (at::Tensor* t : batch.from_data()) *t = t->pin_memory();
-    batches.push_back(std::move(batch));
-  }
-  // One bound for all of a step, or each pattern of bounds would be a graph.
-  for (auto& b : batches)
-    if (b.documents.any())
-      b.documents.most = most_documents(order.batch, dataset.sequence_length(), num_documents);
-  return batches;
+std::function<std::vector<models::MicroBatch>(std::int64_t data_position)> host_batches(
+    const Config& config, const data::Dataset& dataset, const Mesh& mesh) {
+  return [&dataset, order = sample_order(config), rank = mesh.coordinate(dp),
+          num_ahead = num_mtp_layers(config), has_mask = document_mask(config),
+          has_numbers = config.lora.dropout > 0,
+          is_pinned = config.training.device != "cpu"](std::int64_t data_position) {
+    std::vector<models::MicroBatch> batches;
+    std::int64_t num_documents = 0;
+    for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
+      const std::int64_t first = data_position + order.first(0, micro, rank);
+      const auto b = data::make_batch(dataset, first, order.batch, num_ahead);
+      models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
+      for (const auto& a : b.ahead) batch.ahead.push_back({a.input_ids_BL, a.labels_BL});
+      if (has_mask) batch.documents.starts_BL = b.document_starts_BL;
+      if (has_numbers) batch.samples_B = at::arange(first, first + order.batch, at::kLong);
+      num_documents = std::max(num_documents, b.num_documents);
+      // From pinned memory the copy to a GPU is not waited for.
+      if (is_pinned)
+        for (at::Tensor* t : batch.from_data()) *t = t->pin_memory();
+      batches.push_back(std::move(batch));
+    }
+    // One bound for all of a step, or each pattern of bounds would be a graph.
+    for (auto& b : batches)
+      if (b.documents.any())
+        b.documents.most = most_documents(order.batch, dataset.sequence_length(), num_documents);
+    return batches;
+  };
 }
 
-std::vector<models::MicroBatch> on_device(const Config& config,
+std::vector<models::MicroBatch> on_device(at::Device device,
                                           std::vector<models::MicroBatch> batches) {
   for (auto& b : batches)
-    for (at::Tensor* t : b.from_data()) *t = t->to(device(config), /*non_blocking=*/true);
+    for (at::Tensor* t : b.from_data()) *t = t->to(device, /*non_blocking=*/true);
   return batches;
 }
 

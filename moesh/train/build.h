@@ -53,8 +53,8 @@ PipelineOptions pipeline_options(const Config& config);
 StepOptions step_options(const Config& config);
 UseGraph use_graph(const Config& config);
 
-/// The learning rate of an optimizer step; steps count from 0.
-double learning_rate(const Config& config, std::int64_t step);
+/// The learning rate by optimizer step; steps count from 0.
+std::function<double(std::int64_t step)> learning_rates(const Config& config);
 
 std::unique_ptr<data::Dataset> open_dataset(const Config& config);
 
@@ -62,17 +62,17 @@ std::unique_ptr<data::Dataset> open_dataset(const Config& config);
 /// one of few numbers, so that few graphs are recorded.
 std::int64_t most_documents(std::int64_t batch, std::int64_t sequence, std::int64_t num);
 
-/// The micro-batches of this dp rank in the optimizer step whose first sample of the global order
-/// is `data_position`, on the host: any thread may make them.
-std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
-                                             const Mesh& mesh, std::int64_t data_position);
-/// The same on the device of the configuration.
-std::vector<models::MicroBatch> on_device(const Config& config,
+/// Makes the micro-batches of this dp rank in the optimizer step whose first sample of the global
+/// order is `data_position`, on the host, in any thread. The dataset outlives it.
+std::function<std::vector<models::MicroBatch>(std::int64_t data_position)> host_batches(
+    const Config& config, const data::Dataset& dataset, const Mesh& mesh);
+std::vector<models::MicroBatch> on_device(at::Device device,
                                           std::vector<models::MicroBatch> batches);
+/// On the device of the configuration.
 inline std::vector<models::MicroBatch> step_batches(const Config& config,
                                                     const data::Dataset& dataset, const Mesh& mesh,
                                                     std::int64_t data_position) {
-  return on_device(config, host_batches(config, dataset, mesh, data_position));
+  return on_device(device(config), host_batches(config, dataset, mesh)(data_position));
 }
 
 /// The model's names in folders.

@@ -1,4 +1,4 @@
-#include "moesh/train/checkpoint_parts.h"
+#include "moesh/train/checkpointer.h"
 
 #include <algorithm>
 

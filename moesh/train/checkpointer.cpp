@@ -14,8 +14,7 @@
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
-#include "moesh/checkpoint/inspect.h"
-#include "moesh/comm/flight.h"
+#include "moesh/comm/observers.h"
 #include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"
 #include "moesh/formats/file.h"
@@ -24,8 +23,6 @@
 #include "moesh/models/disk.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
-#include "moesh/train/checkpoint_parts.h"
-#include "moesh/train/remembered.h"
 
 namespace moesh::train {
 

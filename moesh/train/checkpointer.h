@@ -1,8 +1,9 @@
 #pragma once
-// Checkpoints as the train loop sees them: where to begin, what to do after a step, and at the
-// end.
+// Checkpoints of a run: their parts, the weights that a model begins with, the settings that a run
+// must have in common with the one it resumes, and when to save.
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -12,14 +13,89 @@
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/checkpoint/part.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/config/config.h"
 #include "moesh/models/model.h"
 #include "moesh/optim/optimizer.h"
 #include "moesh/train/build.h"
-#include "moesh/train/initial_weights.h"
 
 namespace moesh::train {
+
+/// A weight that is kept beside the files of the model: they have no place for it, or not for all
+/// of its bits.
+std::string master_name(const std::string& param);
+
+/// The parts of the weights and expert biases that this rank has.
+std::vector<checkpoint::TensorPart> weight_parts(models::Model& model);
+/// The ones that a checkpoint has: with LoRA only its matrices, else all.
+std::vector<checkpoint::TensorPart> saved_weights(models::Model& model);
+
+/// A table of tensors each of which is one part under its own name.
+formats::DiskTable own_names(const std::vector<checkpoint::TensorPart>& parts);
+
+struct CheckpointParts {
+  std::vector<checkpoint::TensorPart> weights, optimizer,
+      counts;  // `counts` are those of the routers
+
+  CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
+                  const std::vector<at::Tensor>& counts_E);
+  /// The parts of one rank with the whole model: names, shapes and types in the order of the model,
+  /// without values. A checkpoint is the same whatever stages a rank has.
+  static CheckpointParts of_whole_model(const config::Config& config,
+                                        const optim::Optimizer& of_stages);
+
+  /// All that is not saved as weights: also those of them which `keeps_master` says, under another
+  /// name.
+  std::vector<checkpoint::TensorPart> state(
+      const std::function<bool(const checkpoint::TensorPart&)>& keeps_master) const;
+};
+
+// Weights that a model begins with: from a folder that moesh or others wrote, and what LoRA adds.
+
+/// In a checkpoint, the files beside the weights; and the key of its manifest that only a training
+/// run writes.
+constexpr const char* kStatePrefix = "optimizer/state";
+constexpr const char* kOptimizerSteps = "optimizer_steps";
+
+/// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
+/// a folder that moesh or others wrote, and what LoRA adds from lora.adapter; nothing where these
+/// are empty. Throws Error (config) when the folder holds another model.
+void load_initial_weights(const config::Config& config, models::Model& model,
+                          const checkpoint::Heartbeat& heartbeat = {});
+
+/// The same from a folder that the configuration need not name.
+void load_weights(const std::filesystem::path& folder, const config::Config& config,
+                  models::Model& model, const checkpoint::Heartbeat& heartbeat);
+void load_adapter(const std::filesystem::path& folder, const config::Config& config,
+                  models::Model& model, const checkpoint::Heartbeat& heartbeat);
+
+/// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
+/// weights, because the files of its model have no place for them: a program that reads only the
+/// weights chooses other experts.
+bool keeps_bias_apart(const std::filesystem::path& folder);
+
+// Settings that a run must have in common with the run whose checkpoint it resumes.
+
+/// A line of the manifest of a checkpoint.
+struct CheckpointSetting {
+  std::string key, value;
+  bool gives_position_its_meaning;  // else the position in the data would be one in other data
+};
+
+/// Keys that say what is trained: a run with others has other state, and cannot resume.
+inline constexpr const char* kTrainedKeys[] = {"training.freeze", "lora.rank", "lora.targets",
+                                               "lora.rank_pattern"};
+
+/// `data_fingerprint` is that of the data as the run began.
+std::vector<CheckpointSetting> remembered(const config::Config& config,
+                                          const std::string& data_fingerprint);
+
+/// The files of the data by their sizes and ends: enough to notice that they are others, and quick.
+std::string fingerprint_of_data(const config::Config& config);
+
+// Checkpoints as the train loop sees them: where to begin, what to do after a step, and at the
+// end.
 
 /// How far a run has come.
 struct Position {
@@ -28,8 +104,6 @@ struct Position {
   std::int64_t num_skipped = 0;    // steps in a row, up to this one, in which nothing moved
   std::int64_t num_tokens = 0;     // valid ones, of all steps
 };
-
-struct CheckpointParts;
 
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {

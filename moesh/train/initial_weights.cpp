@@ -1,4 +1,4 @@
-#include "moesh/train/initial_weights.h"
+#include "moesh/train/checkpointer.h"
 
 #include <ATen/ops/zeros.h>
 
@@ -15,7 +15,6 @@
 #include "moesh/models/adapter.h"
 #include "moesh/models/disk.h"
 #include "moesh/train/build.h"
-#include "moesh/train/checkpoint_parts.h"
 
 namespace moesh::train {
 

@@ -16,7 +16,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/observers.h"
@@ -24,7 +24,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/float8.h"
 #include "moesh/kernels/gpu_kernels.h"
-#include "moesh/optim/rule.h"
+#include "moesh/optim/rules.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
@@ -45,12 +45,13 @@ using Clock = std::chrono::steady_clock;
 
 // Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
 // another.
-bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
+bool stop_agreed(comm::Group& world, const Config& config, at::Device device,
+                 Clock::time_point start) {
   const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
   const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
   const bool stops = is_over || stop_signal() != 0;
   if (world.size() == 1) return stops;  // no wait for the device
-  const at::Tensor mine = at::full({1}, stops, at::TensorOptions(device(config)).dtype(at::kInt));
+  const at::Tensor mine = at::full({1}, stops, at::TensorOptions(device).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
@@ -120,15 +121,11 @@ void warn_of_no_overlap(const Config& config) {
     nothing(
         "a step has one micro-batch, beside which no other computes; set "
         "training.gradient_accumulation_steps to 2 or more, and data.batch_size lower");
-  if (!config.profile.steps.empty())
-    nothing(config.parallelism.pipeline_parallel_degree == 1
-                ? "a trace (profile.steps) shows the operators of every second micro-batch only"
-                : "a trace (profile.steps) leaves out the operators of backwards beside a forward");
 }
 
 void warn_of_slow_float8(const Config& config) {
   const kernels::UseGpuKernels chosen(gpu_kernels(config));
-  if (!float8(config).any() ||
+  if (!float8(config).has_products() ||
       kernels::has_float8_kernels(device(config), scalar_type(config), config.training.float8_tile))
     return;
   log_warn(describe_option(config, "training.float8"), ", ",
@@ -255,7 +252,6 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
           .grad_norm = u.grad_norm,
           .max_logit = u.max_logit,
           .num_tokens = g.num_tokens,
-          .num_read = sample_order(config).num_per_step() * config.data.sequence_length,
           .num_tokens_all = position.num_tokens,
           .flops_per_token = facts.flops_per_token,
           .peak_tflops = facts.peak_tflops,
@@ -263,11 +259,12 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
           .experts = expert_load(g.counts_E),
           .bias = u.bias,
           .counts_E = counts_are_due ? g.counts_E : std::vector<at::Tensor>{},
+          .float8 = float8_shares(g.float8_counts),
           .skipped = u.skipped};
 }
 
 // A run, for all ranks of this process.
-struct Run {
+struct RunOfRanks {
   const Config& config;
   const CallerInfo& caller;
   const data::Dataset& dataset;
@@ -293,7 +290,7 @@ void tell_before_first_step(const Config& config) {
 // Measurements and reports of rank 0.
 class Reporter {
  public:
-  Reporter(Run& run, const RunFacts& facts, const Mesh& mesh)
+  Reporter(RunOfRanks& run, const RunFacts& facts, const Mesh& mesh)
       : run_(run), facts_(facts), sinks_(open_sinks(run.config, facts)), clock_(run.start) {
     const Config& config = run.config;
     run.summary.first_step = facts.first_step;
@@ -314,7 +311,8 @@ class Reporter {
   void report(const Position& position, const StepResult& result, double lr,
               std::vector<ValidationLoss> validation) {
     StepRecord record = record_of(run_.config, facts_, position, result);
-    record.lr = lr, record.seconds = sections_.of_step(), record.sections = sections_;
+    record.num_read = num_read_, record.lr = lr, record.seconds = sections_.of_step(),
+    record.sections = sections_;
     record.sent = std::move(bytes_sent_), record.validation = std::move(validation);
     for (const auto& sink : sinks_) sink->write(record);
     if (run_.caller.on_step) run_.caller.on_step(record);
@@ -351,9 +349,11 @@ class Reporter {
   }
 
  private:
-  Run& run_;
+  RunOfRanks& run_;
   const RunFacts& facts_;
   MetricSinks sinks_;
+  const std::int64_t num_read_ =  // tokens of a step
+      sample_order(run_.config).num_per_step() * run_.config.data.sequence_length;
   SectionClock clock_;
   comm::SentBytes sent_;
   std::map<std::string, std::int64_t> bytes_sent_;
@@ -363,7 +363,7 @@ class Reporter {
   bool is_slowness_known_ = false, was_finite_ = true;
 };
 
-void run_rank(comm::Group& world, Run& run) {
+void run_rank(comm::Group& world, RunOfRanks& run) {
   const Config& config = run.config;
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
@@ -382,30 +382,37 @@ void run_rank(comm::Group& world, Run& run) {
   RoutingFiles routing(config, *model, world);
   Stepper take_step(*model, *optimizer, routing.with_probe(step_options(config)),
                     use_graph(config));
-  const auto stops = [&] { return stop_agreed(world, config, run.start); };
+  const at::Device device = config::device(config);
+  const auto stops = [&] { return stop_agreed(world, config, device, run.start); };
   const auto validation = [&] {
     const InSection section(Section::validation);
     return take_step.beside(
         [&] { return validate_model(*model, config, mesh, run.validation_sets, stops); });
   };
+  const auto rate = learning_rates(config);
+  const auto make_batches = host_batches(config, run.dataset, mesh);
+  const std::int64_t samples = sample_order(config).num_per_step();
   // The batches of the next step are made while this one computes.
   Prefetch<std::vector<models::MicroBatch>> next([&](std::int64_t data_position) {
     set_log_rank(world.rank());
-    return host_batches(config, run.dataset, mesh, data_position);
+    return make_batches(data_position);
   });
   if (first_step < num_steps) next.start(position.data_position);
   for (std::int64_t step = first_step; step < num_steps; ++step) {
     trace.begin_step(step + 1);
     auto batches = [&] {
       const InSection section(Section::data);
-      return on_device(config, next.take());
+      return on_device(device, next.take());
     }();
-    const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
+    const std::int64_t data_position = position.data_position + samples;
     if (step + 1 < num_steps) next.start(data_position);
-    const double lr = learning_rate(config, step);
+    const double lr = rate(step);
     if (reporter) reporter->begin_messages();
     routing.begin_step(step + 1);
-    const StepResult result = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
+    const StepResult result = of_step(step + 1, [&] {
+      const auto every = config.metrics.float8_freq;
+      return take_step(std::move(batches), lr, every > 0 && (step + 1) % every == 0);
+    });
     if (reporter) reporter->end_messages();
     routing.end_step(step + 1);
     position = {.step = step + 1,
@@ -441,7 +448,7 @@ void run_rank(comm::Group& world, Run& run) {
 
 RunSummary train_on(const Config& config, const CallerInfo& caller, const data::Dataset& dataset,
                     const std::string& own_data) {
-  Run run{.config = config, .caller = caller, .dataset = dataset, .own_data = own_data};
+  RunOfRanks run{.config = config, .caller = caller, .dataset = dataset, .own_data = own_data};
   run.summary.entropy = dataset.entropy();
   const SignalScope signals;
   LostRankReport lost_rank_report(config);

@@ -1,7 +1,10 @@
 #include "moesh/train/pipeline.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <map>
@@ -9,18 +12,76 @@
 #include <set>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/base/turns.h"
-#include "moesh/comm/flight.h"
+#include "moesh/comm/group.h"
+#include "moesh/comm/mesh.h"
+#include "moesh/comm/observers.h"
 #include "moesh/fsdp/reshard.h"
+#include "moesh/kernels/gpu_kernels.h"
+#include "moesh/nn/tokens.h"
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
-#include "moesh/train/lanes.h"
 
 namespace moesh::train {
+namespace {
+
+// What the thread of a rank has by now, for another thread of the same rank.
+class OfRank {
+ public:
+  explicit OfRank(at::Device device) {
+    if (!device.is_cuda()) return;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    stream_ = guard.getStream(guard.getDevice());
+  }
+
+  void run(const std::function<void()>& f) const {
+    const at::ThreadLocalStateGuard torch(torch_);  // among others: backward in its own thread
+    at::set_num_threads(num_threads_);
+    if (stream_) {
+      const c10::impl::VirtualGuardImpl guard(stream_->device_type());
+      guard.setDevice(stream_->device());
+      guard.exchangeStream(*stream_);
+    }
+    const MeshScope mesh(mesh_);
+    const auto observers = comm::use_observers_of(observers_);
+    comm::flight::use(recorder_);
+    const kernels::UseGpuKernels kernels(kernels_);
+    const auto checks = nn::CheckLater::use(checks_);
+    f();
+  }
+
+ private:
+  at::ThreadLocalState torch_;
+  int num_threads_ = at::get_num_threads();
+  std::optional<c10::Stream> stream_;
+  const Mesh& mesh_ = current_mesh();
+  comm::ThreadObservers& observers_ = comm::thread_observers();
+  std::shared_ptr<comm::flight::Recorder> recorder_ = comm::flight::current();
+  kernels::GpuKernels kernels_ = kernels::gpu_kernels();
+  nn::CheckLater* checks_ = nn::CheckLater::current();
+};
+
+}  // namespace
+
+void in_lanes(StepState& state, at::Device device,
+              const std::function<void(int lane, StepState& state)>& f) {
+  const OfRank rank(device);
+  std::vector<std::function<void()>> lanes{[&] { f(0, state); }};
+  for (int lane = 1; lane < kNumLanes; ++lane)
+    lanes.emplace_back([&, lane] {
+      rank.run([&] {
+        StepState part(&state);
+        f(lane, part);
+      });
+    });
+  take_turns(lanes);
+}
+
 namespace {
 
 using pipeline::Action;
@@ -265,8 +326,8 @@ void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
   if (overlap_experts && state && schedule.num_ranks() == 1 && batches.size() > 1)
     return run_lanes<Sp>(model, batches, options, schedule, *state, on_forward);
   StageActor<Sp> actor(model, batches, options, schedule, state, on_forward);
-  pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
-                    {.num_buffers = enough_buffers(schedule)});
+  const int buffers = schedule.num_ranks() == 1 ? 1 : enough_buffers(schedule);  // simulates it
+  pipeline::execute(schedule, current_mesh().coordinate(pp), actor, {.num_buffers = buffers});
   actor.finish();
 }
 
@@ -277,7 +338,11 @@ int rank_of_end(const pipeline::Schedule& s, bool is_last) {
 }  // namespace
 
 pipeline::Schedule schedule_of(const PipelineOptions& options, std::size_t num_micro_batches) {
-  const int num_ranks = current_mesh().size(pp), m = static_cast<int>(num_micro_batches);
+  return schedule_of(options, current_mesh().size(pp), num_micro_batches);
+}
+pipeline::Schedule schedule_of(const PipelineOptions& options, int num_ranks,
+                               std::size_t num_micro_batches) {
+  const int m = static_cast<int>(num_micro_batches);
   if (num_ranks == 1) return pipeline::one_f_one_b(1, m);
   return pipeline::make_schedule(options.schedule, num_ranks, options.stages_of_a_rank, m,
                                  options.overlap_experts);

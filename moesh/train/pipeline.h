@@ -3,6 +3,8 @@
 // goes between them and those of other ranks. Without pp the schedule is a forward and a backward
 // of each micro-batch.
 
+#include <c10/core/Device.h>
+
 #include <functional>
 #include <string>
 #include <vector>
@@ -22,7 +24,10 @@ struct PipelineOptions {
   bool overlap_experts = false;
 };
 
-/// The schedule of the current mesh, for this many micro-batches.
+/// The schedule of so many ranks of pp, for this many micro-batches; and of those of the current
+/// mesh.
+pipeline::Schedule schedule_of(const PipelineOptions& options, int num_ranks,
+                               std::size_t num_micro_batches);
 pipeline::Schedule schedule_of(const PipelineOptions& options, std::size_t num_micro_batches);
 
 /// Makes the ways for messages between the stages. Every rank of the current mesh calls it, before
@@ -41,5 +46,16 @@ void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& b
 /// Where the last stage has the embedding as well (as its head, or for multi-token prediction) and
 /// both ends are on ranks of their own: each adds the other's gradient to its own.
 void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule);
+
+// Two micro-batches of a step at a time: while the rows of one travel to their experts or home, the
+// other one computes (base/turns.h).
+
+/// As many as compute in turn: one more would only need more memory.
+constexpr int kNumLanes = 2;
+
+/// f(lane, state) for each lane, in turns; the first in this thread with `state` itself. The thread
+/// of another has this rank's mesh, device, stream, kernels, observers and checks.
+void in_lanes(StepState& state, at::Device device,
+              const std::function<void(int lane, StepState& state)>& f);
 
 }  // namespace moesh::train

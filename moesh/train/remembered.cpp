@@ -1,4 +1,4 @@
-#include "moesh/train/remembered.h"
+#include "moesh/train/checkpointer.h"
 
 #include <algorithm>
 

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/nn/qk_clip.h"
 #include "moesh/spmd/ops.h"
@@ -34,6 +34,12 @@ at::Tensor count_valid(const std::vector<models::MicroBatch>& batches) {
 nn::TokenSum num_failed(const nn::CheckLater::Checks& checks, const at::TensorOptions& options) {
   const nn::TokenSum sum = no_term({}, options);
   for (const auto& found : checks.found) at::Tensor(local(sum)).add_(found.select(0, 0));
+  return sum;
+}
+
+nn::TokenSum codes_of(const StepFloat8Counts& counts) {
+  const nn::TokenSum sum = no_term({counts.all().numel()}, counts.all().options());
+  at::Tensor(local(sum)).add_(counts.all().flatten());
   return sum;
 }
 
@@ -108,6 +114,9 @@ UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch>
   const nn::CheckLater later;
   StepState state(options.overlap);
   const at::Tensor num_tokens = count_valid(batches);
+  const std::int64_t float8_layers = options.counts_float8 ? options.float8_layers : 0;
+  if (float8_layers > 0)
+    state.float8_counts = std::make_shared<StepFloat8Counts>(float8_layers, num_tokens.device());
   for (auto& batch : batches) {
     batch.num_step_tokens = num_tokens.clamp_min(1);
     batch.index = &batch - batches.data();
@@ -124,11 +133,12 @@ UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch>
     add_tied_gradients(model, schedule);
   }
   UnreadStep step{.checks = later.checks()};
-  step.has_auxiliary = sums.has_auxiliary;
+  step.has_auxiliary = sums.has_auxiliary, step.float8_layers = float8_layers;
   step.num_experts.assign(sums.counts.size(), model.num_experts());
   // One message for all of it, and one more over the stages.
-  const nn::TokenSum mine =
+  nn::TokenSum mine =
       sums.joined(model, num_failed(step.checks, num_tokens.options()), num_tokens.options());
+  if (state.float8_counts) mine = cat(std::vector{mine, codes_of(*state.float8_counts)}, 0);
   step.sums =
       at::cat({num_tokens.reshape({1}), whole(sum_over_stages(all_reduce<kTokenAxes>(mine)))});
   return step;
@@ -189,6 +199,8 @@ StepResult read(const UnreadStep& step) {
     std::copy_n(parts_of_loss.const_data_ptr<double>(), models::kNumAuxiliary, g.auxiliary.begin());
   }
   for (const auto n : step.num_experts) g.counts_E.push_back(take_numbers(n).to(at::kLong));
+  if (const auto layers = step.float8_layers; layers > 0)
+    g.float8_counts = take_numbers(layers * 2 * 3 * 3).to(at::kLong).view({layers, 2, 3, 3});
   if (step.update.defined()) {
     const at::Tensor update = take_numbers(step.update.numel());
     const auto* number = update.const_data_ptr<double>();

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "moesh/models/model.h"
-#include "moesh/nn/later.h"
-#include "moesh/optim/grad_norm.h"
+#include "moesh/nn/tokens.h"
 #include "moesh/optim/optimizer.h"
+#include "moesh/optim/params.h"
 #include "moesh/train/pipeline.h"
 
 namespace moesh::train {
@@ -21,20 +21,23 @@ struct StepOptions {
   bool overlap = true;        // gradients are summed over the ranks while backward goes on
   PipelineOptions pipeline;
   models::ForwardOptions forward;
+  std::int64_t float8_layers = 0;  // whose codes can be counted; 0: nothing is in float8
+  bool counts_float8 = false;      // in this step
   bool probe_waits = true;  // forward.probe reads what the device has: no step is a CUDA graph
 };
 
 /// Results of a step on the device, not read yet.
 struct UnreadStep {
   at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, the
-                      // auxiliary losses if there are any, then the counts of each MoE layer; of
-                      // all ranks
+                      // auxiliary losses if there are any, then the counts of each MoE layer, then
+                      // those of codes of float8 if they are counted; of all ranks
   at::Tensor update;  // float64: gradient norm, skipped, the largest logit if it is known, then the
                       // least and the largest expert bias of each MoE layer; undefined before the
                       // update
   nn::CheckLater::Checks checks;          // of this rank
   std::vector<std::int64_t> num_experts;  // of each MoE layer
   bool has_auxiliary = false, has_max_logit = false;
+  std::int64_t float8_layers = 0;  // whose codes are counted
 };
 
 /// The results of the micro-batches of a step; every number is over all ranks.
@@ -45,6 +48,9 @@ struct Gradients {
   /// The parts of the auxiliary losses, each with its weight in it; 0 where that is 0.
   std::array<double, models::kNumAuxiliary> auxiliary{};
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
+  /// int64 [layers, experts and dense projections, 3, 3], on the host (fsdp/float8_counts.h);
+  /// undefined: they were not counted.
+  at::Tensor float8_counts;
   UnreadStep on_device;
 };
 

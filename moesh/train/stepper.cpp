@@ -81,6 +81,7 @@ Stepper::Recorded* Stepper::recorded(const Batches& batches) {
     return nullptr;
   }
   for (const auto& b : batches) shape.push_back(b.documents.most);
+  shape.push_back(options_.counts_float8);
   std::string reason;
   try {
     Recorded& r = recorded_[shape];
@@ -150,7 +151,9 @@ StepResult Stepper::take_eagerly(const Batches& batches, double lr) {
   return finish_step(model_, optimizer_, std::move(step), options_);
 }
 
-StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr) {
+StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr,
+                               bool counts_float8) {
+  options_.counts_float8 = counts_float8 && options_.float8_layers > 0;
   if (graph_ != UseGraph::off)
     if (Recorded* r = recorded(batches)) return replay(*r, batches, lr);
   return take_eagerly(batches, lr);

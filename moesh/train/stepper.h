@@ -62,7 +62,9 @@ class Stepper {
   /// Like take_step. The first steps with batches of some sizes run without a graph, because they
   /// allocate state. Each bound on the documents has a graph of its own, and all graphs have one
   /// memory. If that is not enough, the graphs are freed and the step runs without one.
-  StepResult operator()(std::vector<models::MicroBatch> batches, double lr);
+  /// `counts_float8`: the step counts codes of float8, and is a graph of its own.
+  StepResult operator()(std::vector<models::MicroBatch> batches, double lr,
+                        bool counts_float8 = false);
 
   /// Frees the graphs and their memory, if there are any: the next steps record new ones.
   bool release();
@@ -106,7 +108,7 @@ class Stepper {
   UseGraph graph_;
   kernels::Graphs graphs_;
   LruCache<Shape, int> num_eager_{kMostGraphs};      // by the sizes of the batches
-  LruCache<Shape, Recorded> recorded_{kMostGraphs};  // by these and the bounds on documents
+  LruCache<Shape, Recorded> recorded_{kMostGraphs};  // by these, documents and counts_float8
   bool had_no_memory_ = false;
   std::int64_t num_replayed_ = 0, num_recorded_ = 0;
 };

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "moesh/comm/flight.h"
+#include "moesh/comm/observers.h"
 #include "moesh/train/build.h"
 
 namespace moesh::train {

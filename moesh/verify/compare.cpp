@@ -6,14 +6,14 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
 
 #include "moesh/base/error.h"
-#include "moesh/base/interrupt.h"
-#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
+#include "moesh/base/this_thread.h"
 #include "moesh/checkpoint/part.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/pattern.h"
@@ -91,12 +91,12 @@ Read reader_of(const at::Tensor& tensor) {
 }
 
 // One side of the comparison: of all files of a folder, in the order of their names.
-struct Tensors {
+struct ComparedSide {
   std::vector<std::unique_ptr<formats::SafetensorsFile>> files;
   std::vector<TensorEntry> order;
   std::map<std::string, const TensorEntry*> by_name;
 
-  explicit Tensors(const Compared& from) {
+  explicit ComparedSide(const Compared& from) {
     if (const auto* path = std::get_if<std::string>(&from))
       add_files(*path);
     else
@@ -113,8 +113,8 @@ struct Tensors {
       MOESH_CHECK(by_name.emplace(e.name, &e).second, ErrorKind::data, what, " holds ", e.name,
                   " twice; keep one of them");
   }
-  Tensors(const Tensors&) = delete;
-  Tensors& operator=(const Tensors&) = delete;
+  ComparedSide(const ComparedSide&) = delete;
+  ComparedSide& operator=(const ComparedSide&) = delete;
 
   void add_files(const std::string& path) {
     std::vector<std::filesystem::path> paths;
@@ -257,7 +257,7 @@ const ComparedTensor* Comparison::first_difference() const {
 
 Comparison compare(const Compared& given_a, const Compared& given_b,
                    const CompareOptions& options) {
-  const Tensors a(given_a), b(given_b);
+  const ComparedSide a(given_a), b(given_b);
   std::vector<std::pair<formats::Pattern, std::string>> renames;
   for (const auto& [pattern, replacement] : options.renames) {
     try {
@@ -307,6 +307,27 @@ Comparison compare(const Compared& given_a, const Compared& given_b,
                                 .state = Verdict::only_in_b,
                                 .other_shape = entry.shape});
   return result;
+}
+
+void write_tensors(const std::string& path, const NamedTensors& tensors) {
+  std::vector<formats::TensorInfo> infos;
+  for (const auto& [name, value] : tensors.tensors)
+    infos.push_back({.name = name,
+                     .dtype = checkpoint::disk_dtype(value.scalar_type()),
+                     .shape = value.sizes().vec()});
+  const std::string header = formats::write_safetensors_header(infos, {});
+  std::ofstream file(path, std::ios::binary);
+  file << header;
+  for (size_t i = 0; i < infos.size(); ++i) {
+    const at::Tensor bytes = tensors.tensors[i].second.detach().cpu().contiguous();
+    file.seekp(static_cast<std::streamoff>(
+        header.size() + infos[i].begin));  // the header may order them by element size
+    file.write(static_cast<const char*>(bytes.data_ptr()),
+               static_cast<std::streamsize>(bytes.nbytes()));
+  }
+  file.flush();
+  MOESH_CHECK(file.good(), ErrorKind::config, "cannot write ", path,
+              "; choose a place that can be written and has room");
 }
 
 }  // namespace moesh::verify

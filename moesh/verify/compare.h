@@ -10,6 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "moesh/verify/parity.h"
+
 namespace moesh::verify {
 
 struct CompareOptions {
@@ -59,5 +61,9 @@ using Compared = std::variant<std::string, TensorList>;
 
 /// b is the reference.
 Comparison compare(const Compared& a, const Compared& b, const CompareOptions& options = {});
+
+// Tensors as a safetensors file, for `moesh compare` and other readers.
+
+void write_tensors(const std::string& path, const NamedTensors& tensors);
 
 }  // namespace moesh::verify

@@ -1,4 +1,4 @@
-#include "moesh/verify/graph_parity.h"
+#include "moesh/verify/verify_all.h"
 
 #include <ATen/ATen.h>
 
@@ -33,7 +33,7 @@ GraphRun run_of(const Config& config, const data::Dataset& data, const Mesh& mes
   for (std::int64_t i = 0; i < num_steps; ++i) {
     const auto position = i * sample_order(config).num_per_step();
     const auto [g, u] =
-        stepper(step_batches(config, data, mesh, position), learning_rate(config, i));
+        stepper(step_batches(config, data, mesh, position), learning_rates(config)(i));
     const std::string at = "step " + std::to_string(i) + " ";
     add(at + "loss", at::scalar_tensor(g.loss, at::kDouble));
     add(at + "total loss", at::scalar_tensor(g.total_loss, at::kDouble));

@@ -1,4 +1,4 @@
-#include "moesh/verify/noise.h"
+#include "moesh/verify/verify.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -11,7 +11,7 @@
 #include "moesh/base/text.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/nn/qk_clip.h"
-#include "moesh/optim/muon.h"
+#include "moesh/optim/rules.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/train/build.h"
 #include "moesh/train/checkpointer.h"
@@ -316,7 +316,7 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
         w.value.mutable_grad() =
             (g + sign * signs_of_elements.signs(w) * allowed_of(w, step)).to(w.value.scalar_type());
       });
-      optimizer->begin_step(train::learning_rate(config, step));
+      optimizer->begin_step(train::learning_rates(config)(step));
       optimizer->update(max_norm > 0 ? raw::clip_factor(norm, max_norm) : at::ones_like(norm),
                         skipped);
       if (const double tau = train::step_options(config).qk_clip; tau > 0)

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -13,6 +14,7 @@
 
 #include "moesh/comm/mesh.h"
 #include "moesh/fsdp/param.h"
+#include "moesh/nn/routing.h"
 #include "moesh/types/token.h"
 
 namespace moesh::verify {
@@ -21,7 +23,7 @@ namespace moesh::verify {
 struct NamedTensors {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   /// The noise of rounding in each element, and the factor of its error before they are
-  /// compared (see noise.h); none: not known, and one.
+  /// compared (see verify.h); none: not known, and one.
   std::map<std::string, at::Tensor> noise = {}, weight = {};
   /// By how much some runs that may be as right were off, with signs: what rounding does to the
   /// factor of a tensor; none: not known.
@@ -141,6 +143,37 @@ class Findings {
   std::map<std::string, std::size_t> places_;  // of the names in the reference
   /// [rank][place]; `compared` says which are there.
   std::vector<std::vector<Finding>> by_rank_;
+};
+
+// Observes forward passes for verify: the routing, recorded on one mesh and replayed on another,
+// and the first and the last tensor of the model.
+
+/// The choices of a step by global token, since near ties flip between roundings. Ranks write and
+/// read their own tokens.
+struct RoutingRecord : nn::StepRouting {
+  std::atomic<std::int64_t> num_flipped =
+      0;                                   // choices that would have been different in the replay
+  std::atomic<double> largest_margin = 0;  // of the choice scores, among them
+  RoutingRecord(std::int64_t num_layers, std::int64_t num_tokens, std::int64_t top_k);
+  void forget_flips() { num_flipped = 0, largest_margin = 0; }
+};
+
+/// The probe of one rank.
+class VerifyProbe final : public nn::RoutingProbe {
+ public:
+  RoutingRecord* flips = nullptr;  // gets the choices that are replayed and would be others
+  /// For each micro-batch since begin_step: the stream that entered the first block, which has its
+  /// gradient after backward, and the logits.
+  std::vector<at::Tensor> inputs, logits_BLV;
+
+  void begin_step() { inputs.clear(), logits_BLV.clear(); }
+  /// The choices of another run.
+  void replay_from(RoutingRecord* other) { replay = flips = other; }
+
+  void on_input(const at::Tensor& x_BLD) override;
+  at::Tensor on_choice(const nn::Choice& choice) override;
+  bool wants_logits() const override { return true; }
+  void on_logits(const at::Tensor& logits) override { logits_BLV.push_back(logits.detach()); }
 };
 
 }  // namespace moesh::verify

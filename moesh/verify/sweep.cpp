@@ -1,4 +1,4 @@
-#include "moesh/verify/sweep.h"
+#include "moesh/verify/verify.h"
 
 #include <algorithm>
 #include <charconv>

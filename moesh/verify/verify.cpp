@@ -10,9 +10,9 @@
 #include <sstream>
 
 #include "moesh/base/error.h"
-#include "moesh/base/interrupt.h"
 #include "moesh/base/random.h"
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
+#include "moesh/base/this_thread.h"
 #include "moesh/comm/rank_status.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
@@ -248,7 +248,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     if (options.qk_clip > 0) report_logits(*model, mesh, step, report);
     if (nearby) nearby->move_gradients(*model, step);
     const Update update =
-        apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
+        apply_gradients(*model, *optimizer, g, learning_rates(config)(step), options);
     const std::string at = "step " + std::to_string(step) + " ";
     report({at + "gradient norm", scalar(update.grad_norm), whole_tensor});
     if (update.max_logit) report({at + "largest logit", scalar(*update.max_logit), whole_tensor});
@@ -480,9 +480,8 @@ Config fitted(const Config& config, const SweepMesh& mesh) {
   const auto fit = [](std::int64_t value, std::int64_t divisor) {
     return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
   };
-  const int of_schedule = pipeline::stages_of_a_rank(mesh.schedule);
-  const std::int64_t num_stages =
-      shape.pp == 1 ? 1 : std::int64_t{shape.pp} * (of_schedule == 0 ? 2 : of_schedule);
+  const int each = pipeline::stages_of_a_rank(mesh.schedule, pipeline::kStagesOfARank);
+  const std::int64_t num_stages = shape.pp == 1 ? 1 : std::int64_t{shape.pp} * each;
   std::visit(
       [&](auto& m) {
         m.num_layers = std::max(m.num_layers, num_stages);

@@ -5,9 +5,8 @@
 #include <map>
 
 #include "moesh/base/error.h"
-#include "moesh/base/interrupt.h"
+#include "moesh/base/this_thread.h"
 #include "moesh/config/options.h"
-#include "moesh/verify/graph_parity.h"
 
 namespace moesh::verify {
 

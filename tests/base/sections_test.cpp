@@ -1,4 +1,4 @@
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 
 #include <gtest/gtest.h>
 

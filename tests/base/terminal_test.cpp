@@ -1,4 +1,4 @@
-#include "moesh/base/terminal.h"
+#include "moesh/base/text.h"
 
 #include <gtest/gtest.h>
 

@@ -5,9 +5,9 @@
 #include <string>
 #include <thread>
 
-#include "moesh/base/interrupt.h"
 #include "moesh/base/log.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/this_thread.h"
+#include "moesh/base/timeline.h"
 
 namespace moesh {
 namespace {

@@ -23,7 +23,7 @@ void train_on(comm::Group& world, const config::Config& config, const data::Data
   while (position.step < config.training.steps) {
     const auto g = train::accumulate_gradients(
         *model, train::step_batches(config, dataset, mesh, position.data_position), options);
-    train::apply_gradients(*model, *optimizer, g, train::learning_rate(config, position.step),
+    train::apply_gradients(*model, *optimizer, g, train::learning_rates(config)(position.step),
                            options);
     position.step += 1;
     position.data_position += sample_order(config).num_per_step();

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include "moesh/checkpoint/folder.h"
-#include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/comm/launch.h"

@@ -7,7 +7,6 @@
 
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/folder.h"
-#include "moesh/checkpoint/inspect.h"
 #include "moesh/train/metrics/sink.h"
 #include "tests/checkpoint/support.h"
 #include "tests/faulty_file_system.h"

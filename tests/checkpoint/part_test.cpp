@@ -7,7 +7,7 @@
 #include <random>
 
 #include "moesh/checkpoint/load.h"
-#include "moesh/checkpoint/plan.h"
+#include "moesh/checkpoint/save.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/models/disk.h"
 #include "tests/checkpoint/support.h"

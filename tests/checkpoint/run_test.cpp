@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "moesh/base/log.h"
-#include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/token_file.h"

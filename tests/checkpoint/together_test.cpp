@@ -1,6 +1,6 @@
 // Work on files that takes longer than ranks wait for each other.
 #include "moesh/checkpoint/agree.h"
-#include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/formats/manifest.h"
 #include "tests/checkpoint/support.h"
 #include "tests/faulty_file_system.h"

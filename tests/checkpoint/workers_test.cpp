@@ -10,7 +10,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/comm/launch.h"

@@ -182,6 +182,39 @@ def a_pipeline_shows_its_messages(tmp, moesh):
         assert ends[first, "recv"] == ends[last, "send"], dict(ends)
 
 
+def operators(folder, step=2):
+    """How often each operator is in the step, by rank, and in how many lanes."""
+    trace = json.loads((folder / f"trace-steps-{step}-{step}.json").read_text())
+    counts, lanes = collections.defaultdict(collections.Counter), set()
+    for (rank, lane), track in slices_by_track(trace).items():
+        check_nesting(track)
+        lanes.add(lane)
+        counts[rank].update(e["name"] for e in track if e["cat"] == "operator")
+    return counts, lanes
+
+
+def two_micro_batches_have_lanes(tmp, moesh):
+    """Every operator of both is there, also where a pipeline joins forward and backward."""
+    for mesh in ("dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2"):
+        options = ["--model=mixtral:tiny", "--mesh", mesh, "--steps=2", "--profile.steps=2"]
+        options += ["--training.gradient_accumulation_steps=4", "--data.batch_size=1"]
+        options += ["--parallelism.moe_dispatcher=all_to_all"]
+        one, two = tmp / f"one {mesh}", tmp / f"two {mesh}"
+        train([moesh], one, *options)
+        train([moesh], two, *options, "--parallelism.overlap_experts")
+        (apart, lane), (beside, lanes) = operators(one), operators(two)
+        assert (lane, lanes) == ({0}, {0, 1}), (lane, lanes)
+        for rank in apart:
+            for name in ("aten::mm", "aten::_log_softmax", "aten::topk", "MmBackward0"):
+                assert apart[rank][name] == beside[rank][name], (mesh, rank, name, apart, beside)
+            assert apart[rank]["aten::mm"] > 0
+        draw = pathlib.Path(__file__).parents[2] / "tools" / "draw_trace.py"
+        picture = two / "step.svg"
+        subprocess.run([sys.executable, draw, two / "trace-steps-2-2.json", picture], check=True)
+        rows = re.findall(r">(0|1): (model|collectives|on the way)<", picture.read_text())
+        assert len(set(rows)) == 6, rows
+
+
 def a_picture_has_every_rank(tmp, moesh):
     """tools/draw_trace.py: as long as they were, what is in the trace, and what it is called."""
     train([moesh], tmp, *MESH, "--steps=3", "--profile.steps=2:3")

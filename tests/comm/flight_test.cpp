@@ -1,4 +1,4 @@
-#include "moesh/comm/flight.h"
+#include "moesh/comm/observers.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -21,6 +21,8 @@ namespace {
 using namespace std::chrono_literals;
 
 const at::Device kGpu(at::kCUDA, 0);
+// Before CUDA begins: a stream that sleeps must not share a queue with one that computes.
+const bool kIsPrepared = (prepare_cuda(), true);
 
 std::string error_of(const std::function<void()>& f, ErrorKind kind = ErrorKind::comm) {
   try {
@@ -53,6 +55,76 @@ TEST_P(ThreadsOnOneGpu, Conform) {
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, ThreadsOnOneGpu, testing::Values(1, 2, 3, 4, 8),
                          testing::PrintToStringParamName());
+
+// `wait` orders the caller's stream behind the peers', which may be far behind their hosts, and
+// memory that a rank lets go of at once is not handed out before its peers have read it.
+TEST(ThreadsOnOneGpu, StreamsAreOrdered) {
+  const auto run = [](Group& world) {
+    const auto on_gpu = at::TensorOptions(at::kFloat).device(kGpu);
+    const int next = (world.rank() + 1) % 3, last = (world.rank() + 2) % 3;
+    world.open_channels({{0, 1}, {1, 2}, {2, 0}});
+    for (int round = 0; round < 30; ++round) {
+      auto x = at::ones({512, 512}, on_gpu);
+      for (int i = 0; i < 20; ++i) x = x.matmul(at::eye(512, on_gpu));
+      auto sum = world.start_all_reduce(x * (world.rank() + 1));
+      auto rows = world.start_all_to_all(at::full({3 * 100, 512}, world.rank(), on_gpu), {}, {});
+      auto small = world.start_all_gather(at::full({2}, world.rank(), on_gpu));
+      auto received = world.start_recv({512, 512}, on_gpu, last);
+      auto sent = world.start_send(x * (10 + world.rank()), next);
+      x.reset();
+      const auto noise = at::full({512, 512}, -1.0, on_gpu);
+      EXPECT_TRUE((sum.wait() * 2).eq(12).all().item<bool>()) << round;
+      const auto got = rows.wait(), few = small.wait();
+      for (int r = 0; r < 3; ++r) {
+        EXPECT_TRUE(got.narrow(0, 100 * r, 100).eq(r).all().item<bool>()) << round;
+        EXPECT_TRUE(few.narrow(0, 2 * r, 2).eq(r).all().item<bool>()) << round;
+      }
+      EXPECT_TRUE(received.wait().eq(10 + last).all().item<bool>()) << round;
+      sent.wait();
+      EXPECT_TRUE(noise.eq(-1).all().item<bool>());
+    }
+  };
+  launch(3, run, {.device = kGpu});
+}
+
+TEST(PacedOnOneGpu, Conforms) {
+  for (const auto& c : conformance::cases()) {
+    SCOPED_TRACE(c.name);
+    EXPECT_NO_THROW(launch(4, [&](Group& world) { c.run(world, {.device = kGpu}); },
+                           {.device = kGpu, .links = Links{{1e-6, 1e9}, {5e-6, 1e8}, 2}}));
+  }
+}
+
+// 4 MB at 10 MB/s: the host goes on at once, what the stream is given before the wait runs while
+// rows travel, and what it is given after it when they have come.
+TEST(PacedOnOneGpu, TheStreamWaitsAndNotTheHost) {
+  const auto run = [](Group& world) {
+    const auto on_gpu = at::TensorOptions(at::kFloat).device(kGpu);
+    const auto seconds_since = [](auto begin) {
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    const auto await_stream = [] {
+      c10::impl::VirtualGuardImpl(kGpu.type()).getStream(kGpu).synchronize();
+    };
+    const at::Tensor x = at::full({2'000'000}, world.rank(), on_gpu);
+    // Kernels are loaded: one that is loaded later waits for those that run, also if they sleep.
+    world.all_reduce((at::ones({1}, on_gpu) * 2 + 1).narrow(0, 0, 1).clone());
+    await_stream();
+    world.barrier();
+    const auto begin = std::chrono::steady_clock::now();
+    auto moving = world.start_all_to_all(x, {}, {});
+    const at::Tensor beside = at::ones({1000}, on_gpu) * 2;
+    await_stream();
+    EXPECT_LT(seconds_since(begin), 0.3);
+    EXPECT_EQ(beside[0].item<float>(), 2);
+    const at::Tensor got = moving.wait() + 1;
+    EXPECT_LT(seconds_since(begin), 0.3);
+    await_stream();
+    EXPECT_GE(seconds_since(begin), 0.4);
+    EXPECT_EQ(got[1'000'000].item<float>(), 2);
+  };
+  launch(2, run, {.device = kGpu, .links = Links{{20e-6, 1e7}, {}, 0}});
+}
 
 class LoopbackOnOneGpu : public testing::TestWithParam<int> {};
 

@@ -70,7 +70,8 @@ class HostStream final : public CommStream {
   std::shared_ptr<StreamOrigin> here() override { return std::make_shared<StreamOrigin>(); }
   void follow(const StreamOrigin&) override {}
   void run(const std::function<void()>& f) override { queue_.push(f); }
-  std::shared_ptr<Mark> mark(const StreamOrigin&) override {
+  std::shared_ptr<Mark> mark(const StreamOrigin&) override { return mark(); }
+  std::shared_ptr<Mark> mark() override {
     auto mark = std::make_shared<HostMark>();
     queue_.push([mark] { mark->reach(); });
     return mark;
@@ -566,6 +567,8 @@ class Table : public std::enable_shared_from_this<Table> {
 thread_local const c10::Stream* Table::stream_ = nullptr;
 
 }  // namespace
+
+std::unique_ptr<CommStream> host_stream() { return std::make_unique<HostStream>(); }
 
 Loopback make(at::DeviceType device, Pace pace) {
   MOESH_CHECK(device == at::kCPU || pace == Pace::polled,

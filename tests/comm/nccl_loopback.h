@@ -29,4 +29,7 @@ struct Loopback {
 
 Loopback make(at::DeviceType device, Pace pace);
 
+/// A stream of the CPU: a thread, beside the calling one, which waits by blocking.
+std::unique_ptr<CommStream> host_stream();
+
 }  // namespace moesh::comm::loopback

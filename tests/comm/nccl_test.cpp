@@ -469,9 +469,8 @@ class HangingStream final : public CommStream {
   std::shared_ptr<StreamOrigin> here() override { return stream_->here(); }
   void follow(const StreamOrigin& origin) override { stream_->follow(origin); }
   void run(const std::function<void()>& f) override { stream_->run(f); }
-  std::shared_ptr<Mark> mark(const StreamOrigin&) override {
-    return std::make_shared<HangingMark>();
-  }
+  std::shared_ptr<Mark> mark(const StreamOrigin&) override { return mark(); }
+  std::shared_ptr<Mark> mark() override { return std::make_shared<HangingMark>(); }
 
  private:
   struct HangingMark final : Mark {
@@ -633,8 +632,10 @@ TEST(NcclLaunch, RanksShareAGpuWhereNcclDoes) {
 }
 
 TEST(NcclLaunch, CudaLoadsAllKernelsWhereOtherProcessesAreWaitedFor) {
+  unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
   prepare_cuda();
   EXPECT_EQ(std::getenv("CUDA_MODULE_LOADING"), nullptr);  // one process
+  EXPECT_EQ(std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"), std::string("32"));
   setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
   prepare_cuda();

@@ -102,6 +102,74 @@ TEST(Paced, AMessageComesWhenItsSenderHasSentIt) {
             (std::vector<double>{10 + 0.5 + 1, 11.5 + 5 + 5, 11.5 + 5 + 5, 3}));
 }
 
+// On a device the thread of a rank goes on, and its queue of work has the times of the links.
+thread_local const FakeClock* device_clock = nullptr;
+
+struct FakeMark final : Mark {
+  explicit FakeMark(double t) : time(t) {}
+  bool done() const override { return device_clock->now() >= time; }
+  void hold_current() override { device_clock->sleep_until(time); }
+  double time;
+};
+
+class FakeLink final : public DeviceLink {
+ public:
+  std::shared_ptr<Mark> carry(double seconds) override {
+    free_ = std::max(device_clock->now(), free_) + seconds;
+    return std::make_shared<FakeMark>(free_);
+  }
+
+ private:
+  double free_ = 0;
+};
+
+std::vector<double> ends_on_device(const std::function<void(Group&, const FakeClock&)>& f) {
+  std::vector<double> all(4);
+  PacedWorld paced(kSlow, 0, 4);
+  launch(4, [&](Group& world) {
+    const FakeClock host(0), device(world.rank());
+    device_clock = &device;
+    Pacer pacer(paced, host, [](at::Device) { return std::make_unique<FakeLink>(); });
+    f(world, device);
+    EXPECT_EQ(host.now(), 0);
+    all[static_cast<size_t>(world.rank())] = device.now();
+  });
+  return all;
+}
+
+TEST(Paced, OnADeviceItsQueueWaitsAndNotTheHost) {
+  const double between = 6 / 10. + 5;  // rank 3 begins last, at 3
+  for (const double work : {2., 100.})
+    EXPECT_EQ(ends_on_device([&](Group& world, const FakeClock& clock) {
+                auto moving = world.start_all_to_all(at::zeros({12}, at::kBool), {}, {});
+                EXPECT_EQ(clock.now(), world.rank());
+                clock.work(work);
+                moving.wait();
+              }),
+              work == 2 ? std::vector<double>(4, 3 + between)
+                        : (std::vector<double>{100, 101, 102, 103}));
+  EXPECT_EQ(ends_on_device([](Group& world, const FakeClock&) {
+              auto first = world.start_all_to_all(at::zeros({12}, at::kBool), {}, {});
+              auto second = world.start_all_to_all(at::zeros({12}, at::kBool), {}, {});
+              first.wait();
+              second.wait();
+            }),
+            std::vector<double>(4, 3 + 2 * between));
+}
+
+TEST(Paced, AMessageOnADeviceHoldsBothEnds) {
+  EXPECT_EQ(ends_on_device([](Group& world, const FakeClock& clock) {
+              {
+                const ObserverPause quiet;
+                world.open_channels({{0, 1}});
+              }
+              const at::Tensor x = at::zeros({50}, at::kBool);
+              if (world.rank() == 0) clock.work(10), world.start_send(x, 1).wait();
+              if (world.rank() == 1) world.start_recv({50}, x.options(), 0).wait();
+            }),
+            (std::vector<double>{10 + 0.5 + 1, 10 + 0.5 + 1, 2, 3}));
+}
+
 // The same values, and waits no shorter than on the links; how much longer is the machine's doing.
 TEST(Paced, LaunchSlowsEveryRankDown) {
   const auto start = std::chrono::steady_clock::now();

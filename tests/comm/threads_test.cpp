@@ -14,6 +14,8 @@
 #include "conformance.h"
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
+#include "moesh/comm/paced.h"
+#include "nccl_loopback.h"
 
 namespace moesh::comm {
 namespace {
@@ -64,6 +66,51 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ThreadConformance,
                            return std::to_string(info.param.num_ranks) +
                                   (info.param.checked ? "_checked" : "");
                          });
+
+// As on a device: what others sent is read on a queue, beside the thread of the rank.
+void launch_with_queues(int num_ranks, const std::function<void(Group&)>& f) {
+  const auto world = ThreadWorld::create(num_ranks, std::chrono::seconds(60),
+                                         [](at::Device) { return loopback::host_stream(); });
+  run_rank_threads(
+      {.count = num_ranks,
+       .num_on_machine = num_ranks,
+       .group = [&](int rank) { return world->group(rank); },
+       .leave = [&](int rank, std::exception_ptr fault) { world->leave(rank, fault); }},
+      f, {});
+  if (const auto fault = world->roll().first_exception()) std::rethrow_exception(fault);
+}
+
+TEST(Threads, ConformWhereRanksReadOnQueues) {
+  for (const int num_ranks : {2, 4})
+    for (const auto& c : conformance::cases()) {
+      SCOPED_TRACE(c.name);
+      EXPECT_NO_THROW(
+          launch_with_queues(num_ranks, [&](Group& world) { c.run(world, {.any_order = true}); }));
+    }
+}
+
+// Slower links change no result.
+TEST(Threads, ConformOnSlowerLinks) {
+  for (const auto& c : conformance::cases()) {
+    SCOPED_TRACE(c.name);
+    EXPECT_NO_THROW(
+        launch(4, [&](Group& world) { c.run(world, {.any_order = true}); },
+               {.timeout = std::chrono::seconds(60), .links = Links{{1e-6, 1e9}, {5e-6, 1e8}, 2}}));
+  }
+}
+
+// A sender's memory is its own again when its wait ends, and not before peers have read it.
+TEST(Threads, AWaitHoldsUntilPeersHaveReadOnTheirQueues) {
+  launch_with_queues(3, [](Group& world) {
+    for (int round = 0; round < 50; ++round) {
+      at::Tensor x = at::full({3 * 10000}, world.rank() + 10 * round, at::kInt);
+      const at::Tensor got = world.start_all_to_all(x, {}, {}).wait();
+      x.fill_(-1);
+      for (int r = 0; r < 3; ++r)
+        EXPECT_TRUE(got.narrow(0, 10000 * r, 10000).eq(r + 10 * round).all().item<bool>());
+    }
+  });
+}
 
 TEST(Threads, DigestIsTheSameInEveryRun) {
   std::uint64_t first = 0;

@@ -246,6 +246,54 @@ auto never_awaited(const ExpertRows& rows, const Splits& send, const Splits& rec
 }
 #endif
 
+#if defined(FAIL_computing_with_codes)
+// expect: Coded<
+auto expert_of_codes(const Rows& rows, const Codec& codec, const ExpertWeight& w,
+                     const Splits& send, const Splits& recv) {
+  const auto at_experts = start_to_experts<ep>(send, recv, coded(rows, codec)).wait();
+  return linear(all_gather_together<etp>(recv, at_experts), use(w));
+}
+#else
+auto expert_of_codes(const Rows& rows, const Codec& codec, const ExpertWeight& w,
+                     const Splits& send, const Splits& recv) {
+  const auto at_experts = start_to_experts<ep>(send, recv, coded(rows, codec)).wait();
+  return linear(decoded(all_gather_together<etp>(recv, at_experts)), use(w));
+}
+#endif
+
+#if defined(FAIL_outputs_home_in_codes)
+// expect: no matching function for call to
+auto outputs_home(const ExpertRows& rows, const Codec& codec, const Splits& send,
+                  const Splits& recv) {
+  return start_to_owners<ep>(coded(rows, codec), send, recv).wait();
+}
+#else
+auto outputs_home(const ExpertRows& rows, const Codec& codec, const Splits& send,
+                  const Splits& recv) {
+  return start_to_owners<ep>(rows, send, recv, codec).wait();
+}
+#endif
+
+#if defined(FAIL_parts_of_a_sum_in_codes)
+// expect: a nonlinear function of a partial sum (P)
+auto sum_in_codes(const Sum& y, const Codec& codec) { return coded(y, codec); }
+#else
+auto sum_in_codes(const Sum& y, const Codec& codec) {
+  return coded(reduce_scatter<tp>(y, {.dim = 0}), codec);
+}
+#endif
+
+#if defined(FAIL_codes_of_a_gradient_that_is_a_part)
+// expect: a nonlinear function of a partial sum (P)
+auto with_parts_in_codes(const Full& y, const Codec& codec) {
+  return with_coded_gradient(y, codec);
+}
+#else
+auto with_parts_in_codes(const Shards& y, const Codec& codec) {
+  return with_coded_gradient(y, codec);
+}
+#endif
+
 #if defined(FAIL_whole_weight_on_feature_slice)
 // expect: make it F (row), or all_gather<axis>(x) first
 auto output(const Columns& x, const NormWeight& w) { return linear(x, use(w)); }

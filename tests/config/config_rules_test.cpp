@@ -144,6 +144,16 @@ TEST(ConfigRules, TilesOfFloat8StayOnARank) {
                          "or lower parallelism.expert_tensor_parallel_degree"},
                .cure = {{tile, std::int64_t{4}}},
                .given = split});
+  const Values rows{{"training.float8_rows", std::string("blockwise")}};
+  expect_case({.values = {{tile, std::int64_t{24}}},
+               .texts = {"training.float8_rows is \"blockwise\" (command line)",
+                         "model.dim is 32 (deepseek_v3:tiny)", "set training.float8_tile to 8",
+                         "model.dim to 24 or 48"},
+               .cure = {{tile, std::int64_t{8}}},
+               .given = rows});
+  Values of_16 = rows;  // experts are 24 wide
+  of_16.emplace_back(tile, std::int64_t{16});
+  EXPECT_NO_THROW(check({}, {.values = {}, .texts = {}, .cure = {}, .given = of_16}));
   // Dense projections may end with a short tile, except where ranks split them.
   EXPECT_NO_THROW(check({}, {.values = {}, .texts = {}, .cure = {}, .given = dense}));
   Values of_tp = dense;

@@ -4,12 +4,11 @@
 #include <fstream>
 #include <set>
 
-#include "moesh/config/guess.h"
+#include "moesh/config/merge.h"
 #include "moesh/config/options.h"
-#include "moesh/config/tables.h"
 #include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
-#include "moesh/optim/rule.h"
+#include "moesh/optim/rules.h"
 #include "tests/config/other_value.h"
 #include "tests/support.h"
 

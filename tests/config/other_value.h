@@ -37,6 +37,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"training.freeze", {"*.gate.weight"}},
       {"training.float8", {"blockwise", {"--training.float8_tile=4"}}},
       {"training.float8_dense", {"blockwise", {"--training.float8_tile=4"}}},
+      {"training.float8_rows", {"blockwise", {"--training.float8_tile=4"}}},
       {"training.float8_tile",
        {"4", {"--training.float8=blockwise", "--model.dim=128", "--model.moe_ffn=128"}}},
       {"training.mtp_loss_weight", {"0.1", {"--model.num_mtp_layers=1"}}},

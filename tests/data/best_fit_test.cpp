@@ -1,4 +1,4 @@
-#include "moesh/data/best_fit.h"
+#include "moesh/data/packed.h"
 
 #include <algorithm>
 #include <map>

@@ -5,7 +5,6 @@
 
 #include <filesystem>
 
-#include "moesh/data/show_document.h"
 #include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/token_file.h"

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "moesh/data/dataset.h"
-#include "moesh/data/shuffle.h"
+#include "moesh/data/packed.h"
 #include "moesh/data/synthetic.h"
 #include "tests/support.h"
 

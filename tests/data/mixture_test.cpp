@@ -1,4 +1,4 @@
-#include "moesh/data/mixture.h"
+#include "moesh/data/dataset.h"
 
 #include <gtest/gtest.h>
 

@@ -2,7 +2,6 @@
 // be predicted, those tokens are the labels; and of a chat, the tokens of its answers have a mask.
 
 #include "moesh/base/error.h"
-#include "moesh/data/best_fit.h"
 #include "moesh/data/chats.h"
 #include "moesh/data/packed.h"
 #include "tests/data/small_tokenizer.h"

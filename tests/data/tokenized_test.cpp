@@ -1,6 +1,6 @@
 // Text with a tokenizer, through the registry as a configuration opens it.
 
-#include "moesh/data/tokenized.h"
+#include "moesh/data/tokenize.h"
 
 #include <thread>
 

@@ -53,6 +53,9 @@ TEST(Cluster, IsReadFromAFile) {
   EXPECT_EQ(c.memory, 192 * 0x1p30);
   EXPECT_EQ(c.network_bandwidth, 40.5e9);
   EXPECT_NEAR(c.latency, 6e-6, 1e-12);
+  EXPECT_EQ(c.peak_float8_flops, 0) << "has none unless it is given";
+  write(good + "peak_float8_tflops = 2615\n");
+  EXPECT_EQ(parse_cluster(path).peak_float8_flops, 2615e12);
   write(good + "colour = 3\n");
   expect_error([&] { parse_cluster(path); }, ":10: colour is not a key of a cluster");
   write(good.substr(0, good.rfind("latency")));

@@ -116,6 +116,9 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
           Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},
           Args{"--data.document_mask=true"},
           Args{"--parallelism.sequence_parallel=false", "--moe.balance_loss_weight=0.1"},
+          Args{"--training.float8_rows=blockwise", "--training.float8_tile=4"},
+          Args{"--training.float8_rows=blockwise", "--training.float8_tile=4", "--dtype=bfloat16",
+               "--activation_checkpoint.mode=full", "--parallelism.sequence_parallel=false"},
           Args{"--model.num_mtp_layers=1"}}) {
       const bool has_mtp = name == "deepseek_v3" || name.starts_with("glm4_moe");
       if (!has_mtp && !options.empty() && options[0] == "--model.num_mtp_layers=1") continue;
@@ -516,36 +519,38 @@ TEST(Estimate, RecomputeBringsNoRowsHome) {
 // count.
 TEST(Estimate, SendsTheBytesThatRanksCountWithEveryDispatcher) {
   for (const char* dispatcher : {"all_to_all", "all_gather", "two_hops"})
-    for (const char* mesh : {"dp_shard=8,ep=8", "dp_shard=8,ep=4,etp=2", "selective", "full"}) {
-      const bool recomputes = std::string(mesh).find('=') == std::string::npos;
-      const Config c =
-          load({"--model=deepseek_v3:tiny",
-                std::string("--mesh=") + (recomputes ? "dp_shard=8,ep=4,etp=2" : mesh),
-                std::string("--activation_checkpoint.mode=") + (recomputes ? mesh : "none"),
-                "--parallelism.ranks_per_node=4", "--model.num_experts=16", "--model.num_groups=1",
-                "--model.top_groups=1", "--moe.force_load_balance", "--data.batch_size=1",
-                "--data.sequence_length=64", "--training.steps=1",
-                std::string("--parallelism.moe_dispatcher=") + dispatcher});
-      std::map<std::string, std::int64_t> expected;
-      for (const auto& [key, entry] : estimate(c).traffic) expected[key.first] += entry.num_bytes;
-      std::mutex mutex;
-      std::map<std::string, std::int64_t> sums;
-      const auto data = train::open_dataset(c);
-      comm::launch(8, [&](comm::Group& world) {
-        const Mesh m(world, mesh_shape(c));
-        const MeshScope scope(m);
-        const auto model = train::make_model(c);
-        const auto optimizer = train::make_optimizer(*model, c);
-        auto batches = train::step_batches(c, *data, m, 0);
-        comm::SentBytes sent;
-        train::take_step(*model, *optimizer, std::move(batches), 1e-3, train::step_options(c));
-        const std::lock_guard lock(mutex);
-        for (const auto& [group, bytes] : sent.take()) sums[group] += bytes;
-      });
-      for (const char* group : {"ep", "etp", "ep|etp", "ep_nodes", "ep_inside", "ep_inside|etp"})
-        EXPECT_EQ(sums[group], 8 * expected[group]) << dispatcher << " " << mesh << " " << group;
-      EXPECT_EQ(sums["ep_nodes"] > 0, dispatcher == std::string("two_hops")) << mesh;
-    }
+    for (const char* mesh : {"dp_shard=8,ep=8", "dp_shard=8,ep=4,etp=2", "selective", "full"})
+      for (const char* rows : {"off", "blockwise"}) {
+        const bool recomputes = std::string(mesh).find('=') == std::string::npos;
+        const Config c =
+            load({"--model=deepseek_v3:tiny",
+                  std::string("--mesh=") + (recomputes ? "dp_shard=8,ep=4,etp=2" : mesh),
+                  std::string("--activation_checkpoint.mode=") + (recomputes ? mesh : "none"),
+                  "--parallelism.ranks_per_node=4", "--model.num_experts=16",
+                  "--model.num_groups=1", "--model.top_groups=1", "--moe.force_load_balance",
+                  "--data.batch_size=1", "--data.sequence_length=64", "--training.steps=1",
+                  "--training.float8_tile=4", std::string("--training.float8_rows=") + rows,
+                  std::string("--parallelism.moe_dispatcher=") + dispatcher});
+        std::map<std::string, std::int64_t> expected;
+        for (const auto& [key, entry] : estimate(c).traffic) expected[key.first] += entry.num_bytes;
+        std::mutex mutex;
+        std::map<std::string, std::int64_t> sums;
+        const auto data = train::open_dataset(c);
+        comm::launch(8, [&](comm::Group& world) {
+          const Mesh m(world, mesh_shape(c));
+          const MeshScope scope(m);
+          const auto model = train::make_model(c);
+          const auto optimizer = train::make_optimizer(*model, c);
+          auto batches = train::step_batches(c, *data, m, 0);
+          comm::SentBytes sent;
+          train::take_step(*model, *optimizer, std::move(batches), 1e-3, train::step_options(c));
+          const std::lock_guard lock(mutex);
+          for (const auto& [group, bytes] : sent.take()) sums[group] += bytes;
+        });
+        for (const char* group : {"ep", "etp", "ep|etp", "ep_nodes", "ep_inside", "ep_inside|etp"})
+          EXPECT_EQ(sums[group], 8 * expected[group]) << dispatcher << " " << mesh << " " << group;
+        EXPECT_EQ(sums["ep_nodes"] > 0, dispatcher == std::string("two_hops")) << mesh;
+      }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "moesh/estimate/step_time.h"
 #include "moesh/kernels/meta/work.h"
+#include "tests/expect_error.h"
 
 namespace moesh::estimate {
 namespace {
@@ -57,6 +58,69 @@ TEST(Speed, OfTheProductsOfExpertsIsWhatWasMeasured) {
   }
 }
 
+// docs/float8.md: layers with their router, as TFLOP/s of 18 T K D F, with codes of weights that
+// are kept, and with those that are made anew, both ways at once.
+TEST(Speed, OfLayersInFloat8IsWhatWasMeasured) {
+  struct Float8Layer {
+    std::int64_t T, D, F, E, K;
+    double kept, anew, up, dx;
+  };
+  for (const auto& [T, D, F, E, K, kept, anew, up, dx] :
+       {Float8Layer{16384, 2048, 1408, 64, 6, 707, 644, 1126, 1059},
+        {8192, 4096, 1536, 128, 8, 670, 538, 1087, 991},
+        {32768, 2048, 768, 128, 8, 651, 622, 1135, 1062},
+        {16384, 7168, 2048, 32, 8, 818, 791, 1155, 1110},
+        {16384, 7168, 2048, 64, 8, 801, 753, 1065, 1028}}) {
+    SCOPED_TRACE(testing::Message() << T << " " << D << " " << F << " " << E << " " << K);
+    const at::Tensor w1 = at::empty({E, F, D}, at::TensorOptions(at::kMeta).dtype(at::kBFloat16));
+    const ExpertsWork w = work_of_experts(T * K, w1, T);
+    const double flops = 18e-12 * static_cast<double>(T * K * D * F);
+    const auto tflops_of = [](const KernelWork& k) { return 1e-12 * k.flops / seconds(k, h200()); };
+    double sum = 0;
+    for (const KernelWork& k :
+         {w.up, w.down, w.dh, w.dx, w.dw2, w.dw13, w.codes_of_x, w.codes_of_hidden, w.codes_of_dy,
+          w.codes_of_d_hidden, w.write_rows, w.move, w.move, w.move})
+      sum += seconds(k, h200());
+    const double codes =
+        seconds_of_large_pass(4 * 3 * static_cast<double>(E * D * F), h200());  // 2 read, 2 written
+    std::printf("up %.0f (%.2f), d(x) %.0f (%.2f), layer %.0f (%.2f), anew %.0f (%.2f)\n",
+                tflops_of(w.up), tflops_of(w.up) / up, tflops_of(w.dx), tflops_of(w.dx) / dx,
+                flops / sum, flops / sum / kept, flops / (sum + codes),
+                flops / (sum + codes) / anew);
+    EXPECT_NEAR(tflops_of(w.up) / up, 1, 0.1);
+    EXPECT_NEAR(tflops_of(w.dx) / dx, 1, 0.1);
+    EXPECT_NEAR(flops / sum / kept, 1, 0.1);
+    EXPECT_NEAR(flops / (sum + codes) / anew, 1, 0.1);
+  }
+}
+
+TEST(Speed, OfFloat8IsThatOfTheGpusThatHaveIt) {
+  const KernelWork product{WorkKind::float8_dense, 1e15, 0}, plain{WorkKind::dense, 1e15, 0};
+  const auto on = [&](const char* gpu) { return seconds(product, parse_cluster(gpu)); };
+  EXPECT_EQ(on("h100x1:1"), on("h200x1:1"));
+  EXPECT_NEAR(on("b200x1:1") / on("h200x1:1"), 1979.0 / 4500, 1e-12);
+  EXPECT_GT(seconds(plain, h200()) / on("h200x1:1"), 1.6);
+  expect_error([&] { on("a100x1:1"); }, "a100 multiplies no float8");
+}
+
+// Kept codes are made once a step, others in every product.
+TEST(Speed, OfCodesOfWeightsDependsOnWhetherTheyAreKept) {
+  const auto passes = [](const char* kept, const char* num_micro) {
+    const Config c = config::load_config(
+        {"--model=deepseek_v3:16b", "--model.num_layers=8", "--dtype=bfloat16", "--device=cuda",
+         "--training.float8=blockwise", "--training.float8_dense=blockwise", kept, num_micro,
+         "--data.batch_size=1", "--data.sequence_length=512"});
+    Profiler profiler(c);
+    return step_time(profiler, h200(), mesh_shape(c), order_of(c)).kernels.passes;
+  };
+  const char *keeps = "--kernels.weight_copies=true", *anew = "--kernels.weight_copies=false",
+             *one = "--training.gradient_accumulation_steps=1",
+             *four = "--training.gradient_accumulation_steps=4";
+  const double of_codes = seconds_of_large_pass(6 * 4.0e9, h200());  // of 4 billion parameters
+  EXPECT_LT(passes(keeps, one) + 0.1 * of_codes, passes(anew, one));
+  EXPECT_LT(passes(keeps, four) + 2 * of_codes, passes(anew, four));
+}
+
 // bench/results/step_h200.md: 16384 tokens a step on one rank. What is in brackets was measured
 // when DeepSeek-V3's step without recompute took 122 ms, and is taken by its distance from that.
 struct MeasuredStep {
@@ -89,6 +153,10 @@ std::vector<MeasuredStep> measured_steps() {
   const std::vector<std::string> eight{"--data.batch_size=8", "--data.sequence_length=2048"};
   return {
       {with(deepseek, eight), 117.2},
+      {with(with(deepseek, eight), {"--kernels.weight_copies=true"}), 115.8},
+      {with(with(deepseek, eight), {"--kernels.weight_copies=true", "--training.float8=blockwise",
+                                    "--training.float8_dense=blockwise"}),
+       111.9},
       {with(with(deepseek, eight), {"--activation_checkpoint.mode=selective"}), 117.2 + 134 - 122},
       {with(with(deepseek, eight), {"--activation_checkpoint.mode=full"}), 117.2 + 154 - 122},
       {with(with(deepseek, eight), {"--optimizer.name=muon"}), 205},

@@ -126,8 +126,8 @@ TEST(Profile, FlopsAreThoseOfTheModel) {
     args[0] = "--model=" + name, args.emplace_back("--data.sequence_length=64");
     const Config c = load_args(args);
     const ModelShape shape = model_shape(c);
-    double sum = shape.head_flops;
-    for (const double flops : shape.layer_flops) sum += flops;
+    double sum = shape.flops.head;
+    for (const double flops : shape.flops.layers) sum += flops;
     const Mesh mesh({}, 0, comm::fake_group);
     const MeshScope scope(mesh);
     const auto made = train::make_model(c, at::kMeta);

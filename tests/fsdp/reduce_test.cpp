@@ -7,7 +7,6 @@
 
 #include <algorithm>
 
-#include "moesh/fsdp/flat.h"
 #include "moesh/fsdp/fsdp.h"
 #include "tests/spmd/device.h"
 

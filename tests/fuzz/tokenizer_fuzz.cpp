@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 #include "moesh/tokenizer/tokenizer.h"
 #include "tests/fuzz/fuzz.h"
 

@@ -24,6 +24,20 @@ TEST(Cast, IsLibTorchs) {
       }
 }
 
+TEST(Cast, OfManyIsThatOfEach) {
+  std::vector<Cast> casts;
+  for (std::int64_t i = 0; i < 200; ++i) {
+    const auto from = i % 3 == 2 ? at::kBFloat16 : at::kFloat, to = i % 3 == 2   ? at::kFloat
+                                                                    : i % 7 == 0 ? at::kDouble
+                                                                                 : at::kBFloat16;
+    const at::Tensor x = normal({i * i}, detail::concat("x", i), from, 3);
+    casts.push_back({at::empty(x.sizes(), x.options().dtype(to)), x});
+  }
+  cast_all(casts);
+  for (const auto& [to, from] : casts) expect_equal(to, from.to(to.scalar_type()), "one of many");
+  cast_all({});
+}
+
 TEST(Cast, TakesWhatHasGaps) {
   const at::Tensor x = normal({40, 30}, "x", at::kFloat).t().narrow(0, 3, 20);
   expect_equal(cast(x, at::kBFloat16), x.to(at::kBFloat16), "a view");

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -141,6 +142,32 @@ std::string compared(const std::string& what, const kernels::QuantizedBox& box, 
   return difference(what + " code", box.codes, codes, 0);
 }
 
+// Numbers, those that are not 0 and get the code 0, and codes of the largest magnitude.
+using Counts = std::array<std::int64_t, 3>;
+Counts& operator+=(Counts& a, const Counts& b) {
+  for (std::size_t i = 0; i < a.size(); ++i) a[i] += b[i];
+  return a;
+}
+Counts counts_of(const Matrix& m, std::int64_t rows, std::int64_t columns) {
+  const Codes q = quantized(m, static_cast<std::size_t>(rows), static_cast<std::size_t>(columns));
+  Counts counts{};
+  for (std::size_t i = 0; i < m.size(); ++i)
+    for (std::size_t j = 0; j < m[i].size(); ++j) {
+      counts[0] += 1;
+      counts[1] += q.code(i, j) == 0 && m[i][j] != 0;
+      counts[2] += std::abs(q.code(i, j)) == 448;
+    }
+  return counts;
+}
+std::string difference(const std::string& what, const at::Tensor& found, const Counts& wanted) {
+  const at::Tensor host = found.cpu();
+  const auto* count = host.const_data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < wanted.size(); ++i)
+    if (count[i] != wanted[i])
+      return detail::concat(what, ": count ", i, " is ", count[i], ", and not ", wanted[i]);
+  return "";
+}
+
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
 }  // namespace
@@ -180,6 +207,74 @@ std::string codes_complaint() {
   return "";
 }
 
+std::string counts_complaint() {
+  at::manual_seed(7);
+  const auto fresh = [] { return at::zeros({3}, at::kLong); };
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const std::int64_t tile : {4, 16, 128})
+      for (const auto& [rows, columns] : {std::pair{5, 16}, {16, 33}, {130, 40}}) {
+        at::Tensor x = uneven({rows, columns}, dtype);
+        x.select(0, 0).zero_(), x.select(1, 3).zero_();
+        // Around the least code, and around those of the largest magnitude.
+        x.select(0, 1).fill_(440).narrow(0, 0, 1).fill_(0.0009765625);
+        x.select(0, 2).fill_(-448).narrow(0, 0, 1).fill_(0.0009765626);
+        x.select(0, 4).fill_(430);
+        const at::Tensor token_R = at::tensor({2, 0, 1, 2, 4, 2}, at::kInt);
+        const at::Tensor all = fresh(), some = fresh(), weight = fresh();
+        kernels::count_float8_rows(all, x, tile);
+        kernels::count_float8_rows(some, x, tile, token_R);
+        kernels::count_float8_weight(weight, x, tile);
+        Counts of_some{};
+        for (std::int64_t r = 0; r < token_R.size(0); ++r)
+          of_some += counts_of(matrix(x.narrow(0, token_R[r].item<std::int64_t>(), 1)), 1, tile);
+        for (const auto& text : {difference("rows", all, counts_of(matrix(x), 1, tile)),
+                                 difference("rows of tokens", some, of_some),
+                                 difference("weight", weight, counts_of(matrix(x), tile, tile))})
+          if (!text.empty()) return text;
+      }
+  return "";
+}
+
+std::string packed_complaint() {
+  at::manual_seed(7);
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const auto& [rows, width, tile] :
+         {std::tuple{5, 12, 4}, {1, 3, 3}, {0, 8, 4}, {3, 16, 2}, {7, 384, 128}}) {
+      const at::Tensor x = uneven({rows, width}, dtype);
+      if (rows > 2) x[1].zero_(), x[2].neg_();
+      const at::Tensor packed = kernels::pack_float8(x, tile);
+      const std::int64_t used = width + width / tile, size = (used + 7) / 8 * 8;
+      if (packed.scalar_type() != at::kLong || packed.size(0) != rows || packed.size(1) * 8 != size)
+        return detail::concat("packed rows are ", packed.sizes());
+      if (rows == 0) continue;
+      const Codes wanted = quantized(matrix(x), 1, static_cast<std::size_t>(tile));
+      const at::Tensor bytes = packed.view(at::kByte);
+      const at::Tensor back = kernels::unpack_float8(packed, width, tile, dtype);
+      Matrix all = zeros(static_cast<std::size_t>(rows), static_cast<std::size_t>(size)),
+             numbers = zeros(static_cast<std::size_t>(rows), static_cast<std::size_t>(width));
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        for (std::size_t j = 0; j < numbers[i].size(); ++j) {
+          all[i][j] = wanted.codes[i][j];
+          numbers[i][j] = wanted.scale(i, j) * wanted.code(i, j);
+        }
+        for (std::size_t t = 0; t < wanted.scales[i].size(); ++t)
+          all[i][numbers[i].size() + t] = std::log2(wanted.scales[i][t]) + 127;
+      }
+      if (auto text = difference("packed byte", bytes, all, 0); !text.empty()) return text;
+      if (back.scalar_type() != dtype) return "unpacked rows have another dtype";
+      if (auto text = difference("unpacked number", back, numbers, 0); !text.empty()) return text;
+      if (!back.equal(kernels::float8_rows(x, tile))) return "unpacked rows are not rounded ones";
+    }
+  for (const double odd : {INFINITY, NAN}) {
+    at::Tensor x = at::ones({2, 8});
+    x[0][5] = odd;
+    const at::Tensor back = kernels::unpack_float8(kernels::pack_float8(x, 4), 8, 4, at::kFloat);
+    if (!back.isnan().equal(at::arange(16).view({2, 8}).div(4, "floor").eq(1)))
+      return "packed tile of what is not finite is not NaN";
+  }
+  return "";
+}
+
 std::string product_complaint(at::ScalarType dtype) {
   at::manual_seed(6);
   for (const std::size_t tile : {4, 16, 128})
@@ -210,11 +305,15 @@ std::string experts_complaint(at::ScalarType dtype) {
   const Sorted sorted = sort_by_expert(experts_TK, E);
   const ExpertsWeights w{uneven({E, F, D}, dtype), uneven({E, F, D}, dtype),
                          uneven({E, D, F}, dtype)};
-  const at::Tensor x = uneven({T, D}, dtype), dy = uneven({T, D}, dtype);
+  at::Tensor x = uneven({T, D}, dtype), dy = uneven({T, D}, dtype);
+  x.select(1, 3).mul_(1e-6), dy.select(1, 5).mul_(1e-6), dy.select(1, 6).zero_();
   const at::Tensor scores_TK = at::rand({T, K}, dtype == at::kDouble ? at::kDouble : at::kFloat);
   for (const ScoreSide side : {ScoreSide::before, ScoreSide::after}) {
     const bool before = side == ScoreSide::before;
-    const ExpertsConfig config{.scores = side, .float8_tile = kTile};
+    const at::Tensor counts = at::zeros({3, 3}, at::kLong);
+    const ExpertsConfig config{
+        .scores = side, .float8_tile = kTile, .float8_counts = {.counts = counts}};
+    Counts of_activations{}, of_gradients{};
     const auto out =
         experts_forward(config, w,
                         {x, sorted.ends_e, gather_rows(scores_TK.flatten(), sorted.order_R),
@@ -249,6 +348,8 @@ std::string experts_complaint(at::ScalarType dtype) {
           d_a[0][f] = before ? s * dg : dg, d_b[0][f] = before ? s * du : du;
         }
         h = as_run(h), d_a = as_run(d_a), d_b = as_run(d_b);
+        for (const Matrix& m : {row, h}) of_activations += counts_of(m, 1, kTile);
+        for (const Matrix& m : {d_row, d_a, d_b}) of_gradients += counts_of(m, 1, kTile);
         const Matrix one = product(h, w2, kTile);
         const Matrix of_a = product(d_a, transposed(w1), kTile),
                      of_b = product(d_b, transposed(w3), kTile);
@@ -273,6 +374,10 @@ std::string experts_complaint(at::ScalarType dtype) {
       all.push_back(difference("d(w1)", g.weights.w1_eFD[e], d1[i], allowed));
       all.push_back(difference("d(w3)", g.weights.w3_eFD[e], d3[i], allowed));
       all.push_back(difference("d(w2)", g.weights.w2_eDF[e], d2[i], allowed));
+    }
+    if (dtype == at::kDouble) {  // else some codes are their neighbours
+      all.push_back(difference("activations", counts[0], of_activations));
+      all.push_back(difference("gradients", counts[1], of_gradients));
     }
     for (const auto& text : all)
       if (!text.empty()) return text;

@@ -10,9 +10,14 @@ namespace moesh::float8_check {
 
 /// Codes and scales of rows and of weights, each with the formula.
 std::string codes_complaint();
+/// What count_float8_rows and count_float8_weight count.
+std::string counts_complaint();
+/// Packed rows, byte by byte, and what is unpacked of them.
+std::string packed_complaint();
 /// float8_product of a weight and of a transposed one, in this type.
 std::string product_complaint(at::ScalarType dtype);
-/// The experts' forward, and the gradients of their input, scores and weights, in this type.
+/// The experts' forward, the gradients of their input, scores and weights, and what they count, in
+/// this type.
 std::string experts_complaint(at::ScalarType dtype);
 
 }  // namespace moesh::float8_check

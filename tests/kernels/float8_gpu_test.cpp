@@ -96,6 +96,38 @@ TEST(Float8OnGpu, RowsHaveTheCodesOfTheDefinition) {
   }
 }
 
+// Bytes and numbers are those of LibTorch's operations; the scale of a zero tile has a byte, too.
+TEST(Float8OnGpu, PackedRowsAreThoseOfTheDefinition) {
+  at::manual_seed(3);
+  for (const std::int64_t width : {128, 384, 1408, 7168})
+    for (const std::int64_t num_rows : {0, 1, 37, 301}) {
+      const std::string what = std::to_string(num_rows) + " rows of " + std::to_string(width);
+      at::Tensor x = uneven({num_rows, width});
+      if (num_rows > 10) {
+        x[3].zero_(), x[4].mul_(1e-30), x[5].mul_(1e30), x[6].mul_(3e-38);
+        x[7][1] = std::numeric_limits<double>::infinity(), x[8][0] = std::nan("");
+        x[9].fill_(448), x[10].fill_(-450);
+      }
+      const at::Tensor got = pack_float8(x, 128), want = aten_kernels().pack_float8(x, 128);
+      ASSERT_EQ(got.sizes(), want.sizes()) << what;
+      const at::Tensor a = got.view(at::kByte), b = want.view(at::kByte);
+      EXPECT_TRUE(at::equal(without_sign_of_nan(a.narrow(1, 0, width)),
+                            without_sign_of_nan(b.narrow(1, 0, width))))
+          << what;
+      EXPECT_TRUE(
+          at::equal(a.narrow(1, width, a.size(1) - width), b.narrow(1, width, b.size(1) - width)))
+          << what;
+      const at::Tensor back = unpack_float8(got, width, 128, at::kBFloat16),
+                       numbers = aten_kernels().unpack_float8(want, width, 128, at::kBFloat16);
+      EXPECT_TRUE(at::equal(back.isnan(), numbers.isnan())) << what;
+      EXPECT_TRUE(at::equal(back.nan_to_num(-1), numbers.nan_to_num(-1))) << what;
+    }
+  // A view that begins anywhere; and types that own kernels do not take.
+  const at::Tensor all = uneven({3, 8 * 128}).flatten(), x = all.narrow(0, 4, 1024).view({2, 512});
+  EXPECT_TRUE(at::equal(pack_float8(x, 128), aten_kernels().pack_float8(x.clone(), 128)));
+  EXPECT_TRUE(at::equal(pack_float8(x.to(at::kFloat), 128), pack_float8(x, 128)));
+}
+
 TEST(Float8OnGpu, RowsComeToTheirExperts) {
   at::manual_seed(2);
   const at::Tensor x = uneven({211, 384});
@@ -307,6 +339,7 @@ struct Case {
 struct Results {
   at::Tensor y;
   ExpertsGradients d;
+  at::Tensor counts;  // on the host
   std::vector<std::pair<const char*, at::Tensor>> all() const {
     const ExpertsWeights& w = d.weights;
     return {{"y", y},         {"x", d.x},       {"scores", d.scores_R},
@@ -347,7 +380,10 @@ TEST(Float8OnGpu, ExpertsFollowTheDefinition) {
       const UseGpuKernels use(kernels);
       const Poison poison;
       const ExpertsOutput forward = experts_forward(config, w, input);
-      Results r{forward.y, experts_backward(config, w, forward.saved, dy)};
+      ExpertsConfig counted = config;
+      counted.float8_counts.counts = at::zeros({3, 3}, kBf16.dtype(at::kLong));
+      Results r{forward.y, experts_backward(counted, w, forward.saved, dy),
+                counted.float8_counts.counts.cpu()};
       if (c.later) r.d.weights = r.d.weights_later();
       return r;
     };
@@ -364,6 +400,10 @@ TEST(Float8OnGpu, ExpertsFollowTheDefinition) {
     const std::string what = "D " + std::to_string(D) + (c.biases ? ", biases" : "") +
                              (c.indexed ? "" : ", rows") + ", scores " +
                              std::to_string(static_cast<int>(c.scores));
+    const at::Tensor off = (own.counts - want.counts).abs();
+    EXPECT_TRUE(own.counts.equal(again.counts)) << what;
+    EXPECT_TRUE(own.counts.select(1, 0).equal(want.counts.select(1, 0))) << what;
+    EXPECT_TRUE(off.le(want.counts.div(20, "floor") + 30).all().item<bool>()) << what << off;
     for (std::size_t i = 0; i < got.size(); ++i) {
       const std::string name = what + ": " + got[i].first;
       ASSERT_EQ(got[i].second.defined(), reference[i].second.defined()) << name;

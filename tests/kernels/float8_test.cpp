@@ -18,6 +18,13 @@ TEST(Float8, CodesAndScalesFollowTheDefinition) {
   EXPECT_EQ(float8_check::codes_complaint(), "");
 }
 
+TEST(Float8, CountsFollowTheDefinition) { EXPECT_EQ(float8_check::counts_complaint(), ""); }
+
+TEST(Float8, PackedRowsFollowTheDefinition) {
+  const Poison poison;
+  EXPECT_EQ(float8_check::packed_complaint(), "");
+}
+
 TEST(Float8, ProductsFollowTheDefinition) {
   const Poison poison;
   for (const auto dtype : kTypes)
@@ -30,7 +37,8 @@ TEST(Float8, ExpertsFollowTheDefinition) {
     EXPECT_EQ(float8_check::experts_complaint(dtype), "") << c10::toString(dtype);
 }
 
-// What is in float8 is so once: its numbers have the same codes.
+// What was rounded to float8 stays as it is when it is rounded again. (The codes of a tile may be
+// others: 225 becomes 224, whose scale is half as large.)
 TEST(Float8, NumbersOfCodesAreTheirOwn) {
   for (const auto dtype : kTypes) {
     const at::Tensor x = normal({9, 40}, "x", dtype), once = float8_rows(x, 16);
@@ -64,6 +72,9 @@ TEST(Float8, PiecesAreThoseOfTheWhole) {
   expect_equal(float8_rows(x, 128), dequantize(float8_tiles(x, 128), at::kBFloat16), "rows");
   expect_equal(float8_weight(x, 128), dequantize(float8_blocks(x, 128), at::kBFloat16), "weight");
   expect_equal(float8_weight(x.t(), 128), float8_weight(x, 128).t(), "transposed");
+  const at::Tensor rows = x.narrow(1, 0, 2944);  // whole tiles
+  expect_equal(unpack_float8(pack_float8(rows, 128), 2944, 128, at::kBFloat16),
+               float8_rows(rows, 128), "packed");
 }
 
 TEST(Float8, ShapesAreKnownWithoutValues) {
@@ -72,10 +83,16 @@ TEST(Float8, ShapesAreKnownWithoutValues) {
   EXPECT_TRUE(y.is_meta());
   EXPECT_EQ(y.sizes(), (at::IntArrayRef{5, 7}));
   EXPECT_EQ(float8_tiles(at::empty({5, 24}, meta), 16).scales.sizes(), (at::IntArrayRef{5, 2}));
+  const at::Tensor packed = pack_float8(at::empty({5, 24}, meta), 8);
+  EXPECT_EQ(packed.sizes(), (at::IntArrayRef{5, 4}));
+  EXPECT_EQ(unpack_float8(packed, 24, 8, at::kBFloat16).sizes(), (at::IntArrayRef{5, 24}));
 }
 
 TEST(Float8, SaysWhatItCannotTake) {
   EXPECT_THROW(float8_tiles(at::ones({8}), 4), Error);
+  EXPECT_THROW(pack_float8(at::ones({2, 6}), 4), Error);
+  EXPECT_THROW(pack_float8(at::ones({2, 2, 8}), 4), Error);
+  EXPECT_THROW(unpack_float8(at::zeros({2, 3}, at::kLong), 8, 4, at::kFloat), Error);
   EXPECT_THROW(float8_tiles(at::ones({8, 8}, at::kLong), 4), Error);
   EXPECT_THROW(float8_product(at::ones({2, 8}), at::ones({7, 3}), 4), Error);
   EXPECT_THROW(float8_product(at::ones({2, 8}), at::ones({8, 3}, at::kDouble), 4), Error);

@@ -15,6 +15,9 @@ void check(std::int64_t T, std::int64_t D, std::int64_t E, at::ScalarType x_dtyp
   const at::Tensor logits = gate_forward(x, gate);
   const GateGradients got = gate_backward(x, gate, d);
   const std::string what = detail::concat("T ", T, ", D ", D, ", E ", E);
+  const GateGradients product = gate_backward(x, gate, d, /*as_product=*/true);
+  expect_close(product.rows_TP.defined() ? product.rows_TP.mm(product.weight_PD) : product.x_TD,
+               d.to(at::kDouble).mm(wide), tol_x, "dx as a product, " + what);
   EXPECT_EQ(logits.scalar_type(), dtype);
   EXPECT_EQ(got.x_TD.scalar_type(), x_dtype);
   EXPECT_EQ(got.gate_ED.scalar_type(), dtype);

@@ -91,8 +91,10 @@ void check_norm(const at::Tensor& x, Rotation r) {
   const NormGradients d = norm_backward(x, weight, y.r, dy, r),
                       again = norm_backward(x, weight, y.r, dy, r);
   expect_close(d.x, leaf.grad(), tol, "dx, " + what);
-  // A CPU turns the gradient and rounds it before it takes the norm's.
-  const bool rounds = x.is_cpu() && x.scalar_type() == at::kBFloat16;
+  // Where no kernel does both (CPUs; pairs; other widths), the turned gradient is rounded before
+  // the norm's is taken.
+  const bool in_one = !x.is_cpu() && !r.interleaved && x.size(3) % 64 == 0;
+  const bool rounds = !in_one && x.scalar_type() == at::kBFloat16;
   expect_close(d.weight_D, w.grad(), is_double ? 1e-12 : rounds ? 4e-3 : 2e-6, "dw, " + what);
   expect_equal(d.x, again.x, "dx twice, " + what);
   expect_equal(d.weight_D, again.weight_D, "dw twice, " + what);

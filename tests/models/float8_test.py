@@ -67,6 +67,45 @@ class Linear(torch.autograd.Function):
         return product(rows, w.T).view(x.shape), rows.T @ x.flatten(0, -2)
 
 
+def rounded(rows):
+    """The numbers of the codes of rows."""
+    flat = rows.flatten(0, -2)
+    y = torch.empty(flat.shape, dtype=torch.float64)
+    for (i, j), (codes, scale) in quantized(flat, 1).items():
+        y[i, j:j + TILE] = codes[0] * scale
+    return y.view(rows.shape)
+
+
+class ToExperts(torch.autograd.Function):
+    """Tokens are rounded; their gradients come back as they are."""
+
+    @staticmethod
+    def forward(context, x):
+        return rounded(x)
+
+    @staticmethod
+    def backward(context, dx):
+        return dx
+
+
+class FromExperts(torch.autograd.Function):
+    """Outputs come back as they are; their gradients are rounded."""
+
+    @staticmethod
+    def forward(context, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(context, dy):
+        return rounded(dy)
+
+
+def with_rows(forward):
+    def of_rows(self, x, *args):
+        return FromExperts.apply(forward(self, ToExperts.apply(x), *args))
+    return of_rows
+
+
 def projection(self, x):
     y = Linear.apply(x, self.weight)
     return y if self.bias is None else y + self.bias
@@ -89,15 +128,16 @@ def experts(self, x, index, weights):
 class InFloat8:
     """from_pretrained of a model with these products."""
 
-    def __init__(self, has_experts, has_dense):
-        self.has_experts, self.has_dense = has_experts, has_dense
+    def __init__(self, has_experts, has_dense, has_rows):
+        self.has_experts, self.has_dense, self.has_rows = has_experts, has_dense, has_rows
 
     def from_pretrained(self, *args, **options):
         model = AutoModelForCausalLM.from_pretrained(*args, **options)
         count = 0
         for name, module in model.named_modules():
-            if self.has_experts and name.endswith(".experts"):
-                module.forward = types.MethodType(experts, module)
+            if (self.has_experts or self.has_rows) and name.endswith(".experts"):
+                forward = experts if self.has_experts else type(module).forward
+                module.forward = types.MethodType(with_rows(forward) if self.has_rows else forward, module)
             elif self.has_dense and "_proj" in name.rsplit(".", 1)[-1] and not name.endswith(OTHERS):
                 module.forward = types.MethodType(projection, module)
             else:
@@ -118,12 +158,15 @@ def main(moesh):
             folder = pathlib.Path(at) / "model"
             torch.manual_seed(number)
             make(config, folder)
-            for has_experts, has_dense in ((True, False), (True, True)) if number == 0 else ((True, True),):
+            kinds = {0: ((True, False, False), (True, True, True)), 1: ((False, False, True), (True, True, False))}
+            for has_experts, has_dense, has_rows in kinds.get(number, ((True, True, False),)):
                 golden = pathlib.Path(at) / "golden.safetensors"
-                record_golden.AutoModelForCausalLM = InFloat8(has_experts, has_dense)
+                record_golden.AutoModelForCausalLM = InFloat8(has_experts, has_dense, has_rows)
                 record_golden.record(folder, golden, seed=number, length=7, dtype="float64")
-                options = [f"--training.float8_tile={TILE}", "--training.float8=blockwise",
-                           "--training.float8_dense=" + ("blockwise" if has_dense else "off")]
+                options = [f"--training.float8_tile={TILE}"] + [
+                    f"--training.{key}=" + ("blockwise" if is_on else "off")
+                    for key, is_on in (("float8", has_experts), ("float8_dense", has_dense),
+                                       ("float8_rows", has_rows))]
                 for mesh in ("tp=1", "tp=2,etp=2", "dp_shard=2,tp=2,ep=4"):
                     done = verify(moesh, golden, folder, "--mesh", mesh, *options)
                     assert done.returncode == 0 and "holds" in done.stdout, done.stdout + done.stderr

@@ -12,7 +12,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/models/config_json.h"
 #include "moesh/models/disk.h"
-#include "moesh/train/checkpoint_parts.h"
+#include "moesh/train/checkpointer.h"
 #include "moesh/train/step.h"
 #include "tests/spmd/device.h"
 
@@ -128,7 +128,7 @@ Golden read_golden(const Dots1Config& config) {
   checkpoint::check_names(source, table);
   std::vector<checkpoint::TensorPart> parts;
   const OneRankScope scope;
-  make_decoder(config.plan(), {.device = at::kMeta})->each_param([&](Stored& w, bool) {
+  Model(config.plan(), {.device = at::kMeta}).each_param([&](Stored& w, bool) {
     const auto& shape = w.spec.shape;
     const at::Tensor& whole = golden.gradients[w.spec.name] = at::empty(shape, at::kDouble);
     parts.push_back(
@@ -163,12 +163,11 @@ void expect_golden(const MeshShape& shape, const Dots1Config& config, const Gold
       [&](comm::Group& world) {
         const Mesh mesh(world, shape);
         const MeshScope scope(mesh);
-        const auto model =
-            make_decoder(config.plan(), {.dtype = at::kDouble, .device = test_device()});
+        Model model(config.plan(), {.dtype = at::kDouble, .device = test_device()});
         const auto source = checkpoint::TensorFolder::weights(folder());
         const auto table = tensors_of(config);
         checkpoint::check_names(source, table);
-        checkpoint::Loader(source, table).load(train::weight_parts(*model));
+        checkpoint::Loader(source, table).load(train::weight_parts(model));
         const std::int64_t batch = golden.input_ids.size(0) / (shape.dp_replicate * shape.dp_shard);
         const auto own = [&](const at::Tensor& t) {
           return t.narrow(0, mesh.coordinate(dp) * batch, batch).to(test_device());
@@ -177,17 +176,17 @@ void expect_golden(const MeshShape& shape, const Dots1Config& config, const Gold
         train::StepOptions options;
         options.forward.probe = &probe;
         const auto found = train::accumulate_gradients(
-            *model, {{.input_ids_BL = own(golden.input_ids), .labels_BL = own(golden.labels)}},
+            model, {{.input_ids_BL = own(golden.input_ids), .labels_BL = own(golden.labels)}},
             options);
         std::map<std::string, at::Tensor> gradients;
-        model->each_param([&](Stored& w, bool) {
+        model.each_param([&](Stored& w, bool) {
           gradients[w.spec.name] = raw::gather(w, raw::gradient(w)).cpu();
         });
         const std::lock_guard lock(one_by_one);
         const std::string on = " on " + shape.describe();
         EXPECT_NEAR(found.loss, golden.loss.item<double>(), 1e-9) << on;
         if (world.size() == 1) expect_close(probe.all_BLV, golden.logits, "logits");
-        model->each_param([&](Stored& w, bool) {
+        model.each_param([&](Stored& w, bool) {
           expect_close(gradients.at(w.spec.name),
                        slice(golden.gradients.at(w.spec.name), w.compute), w.spec.name + on);
         });
@@ -226,8 +225,8 @@ TEST(OwnModel, OfThePageHasThePublishedSize) {
   const OneRankScope scope;
   const Dots1Config config = built_in<Dots1Config>("142b-a14b");
   EXPECT_TRUE(config.facts().stores_expert_bias);
-  const auto model = make_decoder(config.plan(), {.dtype = at::kBFloat16, .device = at::kMeta});
-  EXPECT_EQ(model->num_parameters(), 142'774'373'888);
+  const Model model(config.plan(), {.dtype = at::kBFloat16, .device = at::kMeta});
+  EXPECT_EQ(model.num_parameters(), 142'774'373'888);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "moesh/nn/dropout.h"
+#include "moesh/nn/lora.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "moesh/nn/later.h"
+#include "moesh/nn/tokens.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

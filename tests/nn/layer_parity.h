@@ -9,7 +9,6 @@
 #include "moesh/comm/launch.h"
 #include "moesh/nn/moe.h"
 #include "moesh/verify/parity.h"
-#include "moesh/verify/probe.h"
 
 namespace moesh::verify {
 

@@ -7,7 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
-#include "moesh/comm/nccl/stream.h"
+#include "moesh/comm/stream.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/mlp.h"

@@ -10,7 +10,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/verify/compare.h"
-#include "moesh/verify/dump.h"
 #include "moesh/verify/verify.h"
 #include "tests/kernels/float8_check.h"
 #include "tests/kernels/quantized_check.h"
@@ -53,6 +52,10 @@ const mutants::Provide layer("layer", [](Settings& settings) -> Check {
   c.sequence_parallel = settings.take("sequence_parallel", 1) != 0;
   c.equal_scores = settings.take("equal_scores") != 0;
   if (settings.take("two_hops") != 0) c.layer.dispatcher = nn::Dispatcher::two_hops;
+  if (settings.take("all_gather") != 0) c.layer.dispatcher = nn::Dispatcher::all_gather;
+  if (settings.take("local") != 0) c.layer.dispatcher = nn::Dispatcher::local;
+  if (settings.take("shared") != 0) c.layer.shared_ffn = 5;
+  if (settings.take("float8_rows") != 0) c.layer.float8.rows = 3;
   c.z_weight = settings.take("z_weight");
   c.layer.router.forced_balance = settings.take("forced_balance") != 0;
   if (settings.take("biases") != 0) {
@@ -165,10 +168,12 @@ const mutants::Provide quantized("quantized", [](Settings& settings) -> Check {
 // Products in float8 by the definition.
 const mutants::Provide float8("float8", [](Settings& settings) -> Check {
   if (settings.take("codes") != 0) return [] { return float8_check::codes_complaint(); };
+  if (settings.take("counts") != 0) return [] { return float8_check::counts_complaint(); };
+  if (settings.take("packed") != 0) return [] { return float8_check::packed_complaint(); };
   if (settings.take("product") != 0)
     return [] { return float8_check::product_complaint(at::kDouble); };
   MOESH_CHECK(settings.take("experts") != 0, ErrorKind::config,
-              "float8 takes codes, product or experts");
+              "float8 takes codes, counts, packed, product or experts");
   return [] { return float8_check::experts_complaint(at::kDouble); };
 });
 

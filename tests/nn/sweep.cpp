@@ -26,7 +26,8 @@ std::string reference_key(const LayerCase& c, int num_dp) {
          std::to_string(r.forced_balance) + std::to_string(r.normalize) + std::to_string(r.scale) +
          std::to_string(c.balance_weight) + std::to_string(c.z_weight) +
          std::to_string(static_cast<int>(c.balance_over)) +
-         std::to_string(static_cast<int>(c.layer.experts.activation));
+         std::to_string(static_cast<int>(c.layer.experts.activation)) +
+         std::to_string(c.layer.float8.rows);
 }
 
 }  // namespace
@@ -100,11 +101,12 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
       c.layer.router.scale = 2.5;
       c.balance_weight = 0.3;
       break;
-    case 1:  // softmax, every auxiliary loss, F that etp does not divide
+    case 1:  // softmax, every auxiliary loss, F that etp does not divide, rows in float8
       c.layer.router.scoring = nn::Scoring::softmax;
       c.layer.router.normalize = false;
       c.layer.experts.ffn = 2 * shape.etp + 1;
       c.balance_weight = 0.5, c.z_weight = 0.1;
+      c.layer.float8.rows = 3;
       break;
     case 2:  // GPT-OSS: biases, clamped, softmax over the chosen
       c.layer.router.scoring = nn::Scoring::softmax_chosen;

@@ -132,6 +132,12 @@ Numbers expect_tokens(const CutCase& c, const Mesh& mesh, int rank) {
   EXPECT_EQ(numbers(tokens.sequence_ids()), sequences);
   EXPECT_TRUE(at::equal(tokens.members(at::kCPU, at::kFloat),
                         at::one_hot(tokens.sequence_ids(), c.batch).t().to(at::kFloat)));
+  // Where tp cuts tokens as they come, a rank may have parts of sequences.
+  if (c.sequence_parallel || mesh.size(tp) == 1) EXPECT_TRUE(tokens.has_equal_runs());
+  if (tokens.has_equal_runs() && tokens.num_local() > 0)
+    EXPECT_TRUE(at::equal(
+        tokens.sequence_ids(),
+        at::arange(tokens.num_local(), at::kLong).div(tokens.num_local() / c.batch, "floor")));
   expect_cuts(c, tokens, mesh, rank);
   return ids;
 }

@@ -40,7 +40,7 @@ struct Counted {
   at::Tensor y_16ND;  // of all ranks
 };
 
-Counted count(nn::Dispatcher dispatcher, nn::RouterConfig router) {
+Counted count(nn::Dispatcher dispatcher, nn::RouterConfig router, std::int64_t float8_tile = 0) {
   router.num_experts = kExperts, router.normalize = true;
   Counted sum;
   std::vector<at::Tensor> outputs(16);
@@ -57,7 +57,8 @@ Counted count(nn::Dispatcher dispatcher, nn::RouterConfig router) {
                      .dispatcher = dispatcher,
                      .dtype = at::kBFloat16,
                      .device = test_device(),
-                     .init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 4}});
+                     .init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 4},
+                     .float8 = {.rows = float8_tile}});
         const nn::Tokens tokens(mesh, 1, kTokens, true);
         const at::Tensor ids = at::arange(kTokens * kDim, at::kDouble) +
                                static_cast<double>(world.rank() * kTokens * kDim);
@@ -111,6 +112,23 @@ TEST(Nodes, TwoHopsSendATokenOnceToANodeAndTheOthersDoNot) {
         << "what estimates assume";
     const at::Tensor error = (hops.y_16ND - rows.y_16ND).norm() / rows.y_16ND.norm();
     EXPECT_LT(error.item<double>(), 2e-2);
+  }
+}
+
+// Rows and gradients go to experts in a byte a number, and one for each tile; outputs and gradients
+// of rows come home as they are.
+TEST(Nodes, RowsInFloat8TakeHalfTheBytesOnTheWayToExperts) {
+  const nn::RouterConfig router{.top_k = 8};
+  for (const auto d :
+       {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather, nn::Dispatcher::two_hops}) {
+    const Counted plain = count(d, router), coded = count(d, router, 128);
+    const double there = (kDim + kDim / 128.0) / kRowBytes, wanted = (there + 1) / 2;
+    // Scores and numbers travel as before. Gathers and sums of all_gather are not divided alike.
+    EXPECT_NEAR((coded.between + coded.inside) / (plain.between + plain.inside), wanted, 0.01)
+        << nn::to_string(d);
+    const at::Tensor error = (coded.y_16ND - plain.y_16ND).norm() / plain.y_16ND.norm();
+    EXPECT_GT(error.item<double>(), 1e-3) << nn::to_string(d);
+    EXPECT_LT(error.item<double>(), 0.1) << nn::to_string(d);
   }
 }
 

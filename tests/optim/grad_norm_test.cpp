@@ -1,4 +1,4 @@
-#include "moesh/optim/grad_norm.h"
+#include "moesh/optim/params.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-#include "moesh/optim/muon.h"
+#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim::muon_check {

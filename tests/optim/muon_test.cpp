@@ -1,11 +1,10 @@
 // Muon against its formula, written out for one rank, and on meshes against one rank: bit for bit,
 // since the owner of a matrix has all of it.
-#include "moesh/optim/muon.h"
+#include "moesh/optim/rules.h"
 
 #include <gtest/gtest.h>
 
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/rule.h"
 #include "tests/optim/muon_check.h"
 #include "tests/support.h"
 

@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "moesh/optim/grad_norm.h"
 #include "moesh/optim/optimizer.h"
+#include "moesh/optim/params.h"
 #include "moesh/optim/rules.h"
 #include "moesh/spmd/ops.h"
 #include "tests/mutants/check.h"

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
-#include "moesh/optim/grad_norm.h"
 #include "moesh/optim/optimizer.h"
 #include "moesh/optim/rules.h"
 #include "tests/optim/support.h"

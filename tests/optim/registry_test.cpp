@@ -1,9 +1,8 @@
-#include "moesh/optim/rule.h"
+#include "moesh/optim/rules.h"
 
 #include <gtest/gtest.h>
 
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 #include "tests/support.h"
 

@@ -1,13 +1,12 @@
 // A rule that looks at whole matrices, of the kind of Muon: on every mesh it gives what one rank
-// gives. It is here to prove the contract of rule.h.
-#include "moesh/optim/rule.h"
+// gives. It is here to prove the contract of rules.h.
+#include "moesh/optim/rules.h"
 
 #include <ATen/ops/matmul.h>
 #include <gtest/gtest.h>
 
 #include "moesh/fsdp/param.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 #include "tests/support.h"
 

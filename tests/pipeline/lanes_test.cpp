@@ -1,4 +1,4 @@
-#include "moesh/pipeline/lanes.h"
+#include "moesh/pipeline/simulate.h"
 
 #include <gtest/gtest.h>
 

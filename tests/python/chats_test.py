@@ -411,9 +411,10 @@ def counts_and_resumes(tmp):
             except ValueError:
                 pass
     part.wait()
+    had_ended = (tmp / "part.bin").exists()  # the signal came after the last file had its name
     again = subprocess.run([*args, "--out", tmp / "part", many], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert part.returncode == 0 or "continued after document" in again.stdout, again.stdout
+    assert had_ended or "continued after document" in again.stdout, again.stdout
     for ending in ("bin", "idx", "mask"):
         assert (tmp / f"whole.{ending}").read_bytes() == (tmp / f"part.{ending}").read_bytes()
 

@@ -200,6 +200,7 @@ def curves_and_panels_differ(tmp, moesh, chromium):
             shown = browser.run(f'document.querySelectorAll("{dashed}").length')
             assert shown == 2 * len(runs), "the legend shows the dashes"
             assert "chart-idle" in browser.run(hidden), "no expert was idle"
+            assert "chart-float8" not in browser.run(hidden)
             on = looks_of(browser, "memory")
             names = browser.run("moeshReport.runs.map((r) => r.name)")
             assert [label for label, _, _ in on] == [names[0], f"{names[0]} as estimated"], on

@@ -61,6 +61,9 @@ def record(step, scale=1.0, layers=4, experts=16, counts=True):
             ]
             for layer in range(layers)
         ]
+    if step % 50 == 0 and scale == 1:
+        shares = {"zeros": [0.001 * step] * layers, "largest": [0.01] * layers}
+        r["float8"] = {"experts": {"activations": shares, "gradients": shares}}
     if step % 50 == 0:
         r["validation"] = {
             "held <b>out</b>": {"loss": loss + 0.1, "perplexity": math.exp(loss + 0.1)},

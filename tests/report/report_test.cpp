@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "moesh/report/page.h"
-#include "moesh/report/serve.h"
 #include "tests/support.h"
 
 namespace moesh::report {

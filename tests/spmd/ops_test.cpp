@@ -52,10 +52,6 @@ TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
   EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(x)), local(x).sum(0)));
   EXPECT_TRUE(at::allclose(local(sum<Over::features>(x)), local(x).sum(1)));
   EXPECT_TRUE(at::allclose(local(sum_all(x)), local(x).sum()));
-  const auto choices = assume<Dense{T, T, T}>(
-      at::tensor({2, 0, 2, 1}, at::TensorOptions(at::kLong).device(test_device())));
-  static_assert(layout_of<decltype(count(choices, 4))> == Dense{P, P, P});
-  EXPECT_TRUE(at::equal(local(count(choices, 4)).cpu(), at::tensor({1, 1, 2, 0}, at::kLong)));
 }
 
 // A tensor of three dimensions may be [B, L, D] or [N, groups, members]: the caller of a sum says

@@ -137,6 +137,86 @@ TEST(Together, RowsGoToExpertsAndTheirGradientsComeBack) {
   });
 }
 
+// Halves of float32 as words: what a code loses shows, and so does a code that is one too many.
+class Halves final : public RowCodec {
+ public:
+  at::Tensor encode(const at::Tensor& rows_RD) const override {
+    return rows_RD.div(2).to(at::kInt);
+  }
+  at::Tensor decode(const at::Tensor& words, const at::Tensor& like) const override {
+    EXPECT_EQ(words.size(1), like.size(1));
+    return words.to(like.scalar_type()).mul(2);
+  }
+};
+at::Tensor halved(const at::Tensor& t) { return t.div(2).to(at::kInt).to(t.scalar_type()).mul(2); }
+
+// Rows go to their experts in codes, over one hop or two and over etp, and gradients come back as
+// they are; and the other way round for what comes home.
+TEST(Coded, RowsGoInCodesAndComeBackWithout) {
+  const Codec codec = std::make_shared<Halves>();
+  const auto numbers = [](std::int64_t rows, std::int64_t width) {
+    return at::randn({rows, width}, at::kDouble).mul(50).to(test_device());
+  };
+  on_mesh({.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2}, [&](comm::Group& world, const Mesh& mesh) {
+    at::manual_seed(world.rank());
+    const auto group = mesh.group(ep);
+    const int me = group->rank();
+    const std::vector<std::int64_t> send{1, 2}, recv{1 + me, 1 + me};
+    const std::int64_t came = 2 + 2 * me;
+    const std::vector<std::int64_t> gathered{came, came};
+    const auto x = as_leaf(assume<Sparse{T, T, T}>(numbers(3, 4)));
+    const auto s = as_leaf(assume<Sparse{T, T, T}>(numbers(3, 1)));
+    const auto reversed =
+        map_linear([](const at::Tensor& t) { return t.flip(0); },
+                   [](const at::Tensor& g) { return g.flip(0); }, coded(x, codec));
+    const comm::Trace trace;
+    const auto [there, scores] = start_to_experts<ep>(send, recv, reversed, s).wait();
+    const auto [all, all_s] = all_gather_together<etp>(gathered, there, scores);
+    // Rank me sends 3 rows of 4 words of 4 bytes, and 3 scores of 8.
+    EXPECT_EQ(trace.entries().at(0).bytes, 3 * (4 * 4 + 8));
+    EXPECT_EQ(trace.entries().at(1).bytes, came * (4 * 4 + 8));
+    const auto rows = decoded(all);
+    static_assert(std::remove_cvref_t<decltype(rows)>::layout == Sparse{T, E, R});
+    const at::Tensor want = mesh.group(etp)->all_gather(
+        group->all_to_all(halved(local(x).detach().flip(0)), send, recv), gathered);
+    EXPECT_TRUE(at::equal(local(rows), want));
+    const at::Tensor y = numbers(2 * came, 4);
+    (local(rows) * y).sum().backward();
+    const at::Tensor sum = mesh.group(etp)->reduce_scatter(y, gathered);
+    EXPECT_TRUE(at::equal(local(x).grad(), group->all_to_all(sum, recv, send).flip(0)));
+    EXPECT_EQ(local(s).grad().abs().sum().item<double>(), 0);
+
+    const auto at_experts = as_leaf(assume<Sparse{T, E, P}>(numbers(2 * came, 4)));
+    const auto home =
+        start_to_owners<ep>(reduce_scatter<etp>(at_experts, {.dim = 0, .sizes = gathered}, codec),
+                            recv, send, codec)
+            .wait();
+    EXPECT_TRUE(at::equal(local(home), group->all_to_all(mesh.group(etp)->reduce_scatter(
+                                                             local(at_experts).detach(), gathered),
+                                                         recv, send)));
+    const at::Tensor dy = numbers(3, 4);
+    local(home).backward(dy);
+    EXPECT_TRUE(at::equal(
+        local(at_experts).grad(),
+        mesh.group(etp)->all_gather(group->all_to_all(halved(dy), send, recv), gathered)));
+  });
+}
+
+TEST(Coded, OneRankHasTheSameNumbers) {
+  on_mesh({}, [](comm::Group&) {
+    const Codec codec = std::make_shared<Halves>();
+    const auto x = as_leaf(assume<Sparse{T, T, T}>(at::arange(12, at::kDouble).view({3, 4})));
+    const auto there = start_to_experts<ep>({3}, {3}, coded(x, codec)).wait();
+    EXPECT_TRUE(at::equal(local(decoded(there)), halved(local(x).detach())));
+    EXPECT_TRUE(at::equal(local(decoded(coded(x, nullptr))), local(x)));
+    const auto y = with_coded_gradient(decoded(there), codec);
+    EXPECT_TRUE(at::equal(local(y), halved(local(x).detach())));
+    const at::Tensor dy = at::arange(12, at::kDouble).view({3, 4}).mul(3);
+    local(y).backward(dy);
+    EXPECT_TRUE(at::equal(local(x).grad(), halved(dy)));
+  });
+}
+
 // One rank has all experts: its rows are where they belong, each tensor as it was.
 // Rows of a KiB and more are not copied into a message with others; they arrive all the same.
 TEST(Together, WideRowsAreAMessageOfTheirOwn) {

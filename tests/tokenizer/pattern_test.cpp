@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/utf8.h"
+#include "moesh/base/text.h"
 
 namespace moesh::tokenizer {
 namespace {

@@ -10,13 +10,14 @@
 
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
-#include "moesh/data/mixture.h"
+#include "moesh/data/dataset.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/train/validation.h"
 #include "moesh/verify/verify.h"
 #include "tests/checkpoint/support.h"
 #include "tests/mutants/check.h"
 #include "tests/support.h"
+#include "tests/train/float8_counts_check.h"
 #include "tests/train/random_routing.h"
 #include "tests/train/reference_check.h"
 
@@ -91,6 +92,16 @@ const mutants::Provide documents("documents", [](Settings& settings) -> Check {
   };
 });
 
+// What float8 rounds to 0 and to its largest code, against one rank.
+const mutants::Provide float8_counts("float8_counts", [](Settings& settings) -> Check {
+  const MeshShape mesh = settings.take_mesh();
+  std::vector<std::string> way{detail::concat("--mesh=dp_shard=", mesh.dp_shard, ",tp=", mesh.tp)};
+  if (settings.take("recompute") != 0) way.emplace_back("--activation_checkpoint.mode=full");
+  return [way, one = float8_counts_check::counts({})] {
+    return float8_counts_check::complaint(way, one);
+  };
+});
+
 // Its samples are numbered: the first token says which one it is.
 class Numbered : public data::Dataset {
  public:
@@ -140,7 +151,7 @@ const mutants::Provide mixture("mixture", [](Settings& settings) -> Check {
       const Mesh mesh(world, shape);
       for (std::int64_t step = 0; step < 2; ++step) {
         const auto batches =
-            train::host_batches(config, *dataset, mesh, step * order.num_per_step());
+            train::host_batches(config, *dataset, mesh)(step * order.num_per_step());
         const std::lock_guard lock(mutex);
         for (std::int64_t b = 0; b < order.batch; ++b)
           found[order.first(step, 0, mesh.coordinate(dp)) + b] =

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <set>
 
-#include "moesh/data/mixture.h"
+#include "moesh/data/dataset.h"
 #include "tests/checkpoint/support.h"
 #include "tests/support.h"
 

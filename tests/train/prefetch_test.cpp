@@ -109,7 +109,7 @@ TEST(Prefetch, AReaderThatFailsOnOneRankEndsAllWithItsMessage) {
             [&](comm::Group& world) {
               const Mesh mesh(world, mesh_shape(config));
               Prefetch<std::vector<models::MicroBatch>> next(
-                  [&](std::int64_t p) { return host_batches(config, dataset, mesh, p); });
+                  [&](std::int64_t p) { return host_batches(config, dataset, mesh)(p); });
               next.start(0);
               for (std::int64_t step = 0; step < 5; ++step) {
                 const auto batches = next.take();

@@ -1,6 +1,6 @@
 // What a checkpoint remembers of its run, so that a run with other data or settings is noticed.
 
-#include "moesh/train/remembered.h"
+#include "moesh/train/checkpointer.h"
 
 #include <gtest/gtest.h>
 

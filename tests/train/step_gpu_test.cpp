@@ -45,12 +45,12 @@ struct Trainer {
   std::int64_t step = 0;
 
   std::vector<models::MicroBatch> next_batches() const {
-    return host_batches(config, *dataset, mesh, step * sample_order(config).num_per_step());
+    return host_batches(config, *dataset, mesh)(step * sample_order(config).num_per_step());
   }
-  StepResult take_step() {
-    auto batches = on_device(config, next_batches());
-    const double lr = learning_rate(config, step++);
-    return stepper(std::move(batches), lr);
+  StepResult take_step(bool counts_float8 = false) {
+    auto batches = on_device(device(config), next_batches());
+    const double lr = learning_rates(config)(step++);
+    return stepper(std::move(batches), lr, counts_float8);
   }
   std::vector<at::Tensor> state() {
     std::vector<at::Tensor> all;
@@ -102,6 +102,27 @@ std::string documents() {
   return path;
 }
 
+// Steps of both, the same to the bit; then `look`.
+void expect_same_bits(const Case& c, const Args& more, const Args& other,
+                      const std::function<void(const Stepper&, const Stepper&)>& look) {
+  const Config one = config_of(c.model, with(c.args, more)),
+               another = config_of(c.model, with(c.args, other));
+  alone(one, [&](const Mesh& mesh) {
+    Trainer x{one, mesh}, y{another, mesh};
+    for (int i = 0; i < c.num_steps; ++i) {
+      const StepResult a = x.take_step(), b = y.take_step();
+      ASSERT_EQ(a.gradients.loss, b.gradients.loss) << c.model << ", step " << i;
+      ASSERT_EQ(a.update.grad_norm, b.update.grad_norm) << c.model << ", step " << i;
+      for (size_t l = 0; l < a.gradients.counts_E.size(); ++l)
+        ASSERT_TRUE(a.gradients.counts_E[l].equal(b.gradients.counts_E[l])) << c.model;
+    }
+    look(x.stepper, y.stepper);
+    const auto states = x.state(), others = y.state();
+    for (size_t i = 0; i < states.size(); ++i)
+      ASSERT_TRUE(states[i].equal(others[i])) << c.model << ", tensor " << i;
+  });
+}
+
 TEST(StepOnGpu, AGraphGivesTheSameBitsAsNone) {
   const Args masked{"--data.path=" + documents(), "--model.vocab_size=264"};
   const Case cases[] = {
@@ -115,30 +136,19 @@ TEST(StepOnGpu, AGraphGivesTheSameBitsAsNone) {
       {"qwen3_moe", 20, {"--activation_checkpoint.mode=selective"}},
       {"mixtral", 20, {"--optimizer.name=sgd"}},
       {"qwen3_moe", 20, kFloat8},
+      {"qwen3_moe", 20, with(kFloat8, {"--training.float8_rows=blockwise"})},
       {"deepseek_v3", 20,
        with(kFloat8, {"--kernels.weight_copies=true", "--training.gradient_accumulation_steps=2"})},
       {"llama4", 20, {}},
       {"gpt_oss", 20, {"--activation_checkpoint.mode=selective"}}};
   for (const Case& c : cases) {
-    Args on = c.args, off = c.args;
-    on.emplace_back("--kernels.graph=on"), off.emplace_back("--kernels.graph=off");
-    const Config with = config_of(c.model, on), without = config_of(c.model, off);
-    alone(with, [&](const Mesh& mesh) {
-      Trainer graph{with, mesh}, eager{without, mesh};
-      for (int i = 0; i < c.num_steps; ++i) {
-        const StepResult a = graph.take_step(), b = eager.take_step();
-        ASSERT_EQ(a.gradients.loss, b.gradients.loss) << c.model << ", step " << i;
-        ASSERT_EQ(a.update.grad_norm, b.update.grad_norm) << c.model << ", step " << i;
-        for (size_t l = 0; l < a.gradients.counts_E.size(); ++l)
-          ASSERT_TRUE(a.gradients.counts_E[l].equal(b.gradients.counts_E[l])) << c.model;
-      }
-      EXPECT_EQ(graph.stepper.num_replayed(), c.num_steps - Stepper::kEagerSteps) << c.model;
-      EXPECT_GE(graph.stepper.num_recorded(), c.num_graphs) << c.model;
-      EXPECT_EQ(eager.stepper.num_replayed(), 0);
-      const auto one = graph.state(), other = eager.state();
-      for (size_t i = 0; i < one.size(); ++i)
-        ASSERT_TRUE(one[i].equal(other[i])) << c.model << ", tensor " << i;
-    });
+    expect_same_bits(c, {"--kernels.graph=on"}, {"--kernels.graph=off"},
+                     [&](const Stepper& graph, const Stepper& eager) {
+                       EXPECT_EQ(graph.num_replayed(), c.num_steps - Stepper::kEagerSteps)
+                           << c.model;
+                       EXPECT_GE(graph.num_recorded(), c.num_graphs) << c.model;
+                       EXPECT_EQ(eager.num_replayed(), 0);
+                     });
   }
 }
 
@@ -206,6 +216,33 @@ TEST(StepOnGpu, CodesOfFloat8AreNeverOld) {
   }
 }
 
+// Steps that count are graphs of their own; the counts are those without a graph, and of codes that
+// are made in every product.
+TEST(StepOnGpu, CountsOfFloat8ChangeNothing) {
+  for (const char* model : {"qwen3_moe", "deepseek_v3"}) {
+    const Args keep{"--kernels.weight_copies=true", "--kernels.graph=on"};
+    const Config graph = config_of(model, with(kFloat8, keep)),
+                 eager = config_of(model, with(kFloat8, {"--kernels.graph=off"}));
+    alone(graph, [&](const Mesh& mesh) {
+      Trainer counted{graph, mesh}, plain{graph, mesh}, other{eager, mesh};
+      for (int i = 0; i < Stepper::kEagerSteps + 5; ++i) {
+        const bool counts = i % 2 == 1;
+        const Gradients a = counted.take_step(counts).gradients,
+                        b = other.take_step(counts).gradients;
+        ASSERT_EQ(a.loss, plain.take_step().gradients.loss) << model << ", step " << i;
+        ASSERT_EQ(a.loss, b.loss) << model << ", step " << i;
+        ASSERT_EQ(a.float8_counts.defined(), counts);
+        if (counts) {
+          EXPECT_TRUE(a.float8_counts.equal(b.float8_counts)) << a.float8_counts - b.float8_counts;
+        }
+      }
+      EXPECT_EQ(counted.stepper.num_recorded(), 2);
+      const auto a = counted.state(), b = plain.state();
+      for (size_t i = 0; i < a.size(); ++i) ASSERT_TRUE(a[i].equal(b[i])) << model << ", " << i;
+    });
+  }
+}
+
 // The graph reads tables which the model gives up when it has seen many lengths, and its memory is
 // given back where something else needs it.
 TEST(StepOnGpu, AGraphOutlivesItsTablesAndCanBeGivenBack) {
@@ -221,7 +258,7 @@ TEST(StepOnGpu, AGraphOutlivesItsTablesAndCanBeGivenBack) {
     EXPECT_EQ(graph.stepper.num_replayed(), 2);
     {
       const at::NoGradGuard no_grad;
-      const auto batch = on_device(with, graph.next_batches())[0];
+      const auto batch = on_device(device(with), graph.next_batches())[0];
       for (std::int64_t length = 8; length < 24; ++length) {
         const models::MicroBatch other{.input_ids_BL = batch.input_ids_BL.narrow(1, 0, length),
                                        .labels_BL = batch.labels_BL.narrow(1, 0, length)};
@@ -254,7 +291,7 @@ TEST(StepOnGpu, AGraphSkipsAndNamesWhatIsWrong) {
     Trainer run{config, mesh};
     for (int i = 0; i < Stepper::kEagerSteps + 1; ++i) run.take_step();
     const auto before = run.state();
-    auto batches = on_device(config, run.next_batches());
+    auto batches = on_device(device(config), run.next_batches());
     batches[0].labels_BL.fill_(-100);
     EXPECT_TRUE(run.stepper(batches, 1e-3).update.skipped);
     batches[0].labels_BL.view(-1)[3] = 123456;

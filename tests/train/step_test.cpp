@@ -9,14 +9,14 @@
 #include <limits>
 
 #include "moesh/base/random.h"
-#include "moesh/comm/flight.h"
+#include "moesh/comm/observers.h"
 #include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/fsdp/reshard.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/rules.h"
 #include "moesh/train/build.h"
-#include "moesh/train/lanes.h"
+#include "moesh/train/pipeline.h"
 #include "tests/expect_error.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
@@ -75,7 +75,7 @@ TEST(OptionsOfTexts, ATextThatAnOptionDoesNotTakeIsNoDefaultOfIt) {
   balance.moe.balance_over = "run";
   graph.kernels.graph = "maybe";
   const auto config = ErrorKind::config;
-  expect_parts(error_of([&] { learning_rate(schedule, 0); }, config),
+  expect_parts(error_of([&] { learning_rates(schedule); }, config),
                {"lr_scheduler.kind is \"sqrt\"", "; it takes "});
   expect_parts(error_of([&] { step_options(recompute); }, config),
                {"activation_checkpoint.mode is \"half\"", "; it takes "});

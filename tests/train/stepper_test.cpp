@@ -48,7 +48,7 @@ struct Trainer {
     auto batches = step_batches(config, *dataset, current_mesh(), step);
     for (auto& b : batches)
       if (most_documents > 0) b.documents = {at::zeros_like(b.input_ids_BL), most_documents};
-    return stepper(std::move(batches), learning_rate(config, step++));
+    return stepper(std::move(batches), learning_rates(config)(step++));
   }
   std::vector<at::Tensor> state() {
     std::vector<at::Tensor> all;

@@ -402,8 +402,9 @@ def learning_rates(settings):
     decay = round(settings["lr_scheduler.decay_ratio"] * steps) if kind == "wsd" \
         else steps - warmup if kind != "constant" else 0
     after = {"cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, decay, eta_min=floor),
-             "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1)}.get(
-                 kind, lambda: lr_scheduler.LinearLR(optimizer, 1.0, floor, decay))
+             "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1),
+             **dict.fromkeys(("linear", "wsd"), lambda: lr_scheduler.LinearLR(
+                 optimizer, 1.0, floor, decay))}[kind]
     parts = [(warmup, lambda: lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)),
              (steps - warmup - decay, lambda: lr_scheduler.ConstantLR(optimizer, factor=1)),
              (math.inf, after)]

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "moesh/models/disk.h"
-#include "moesh/verify/dump.h"
+#include "moesh/verify/compare.h"
 #include "tests/checkpoint/support.h"
 #include "tests/support.h"
 

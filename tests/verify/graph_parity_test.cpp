@@ -1,4 +1,4 @@
-#include "moesh/verify/graph_parity.h"
+#include "moesh/verify/verify_all.h"
 
 #include <gtest/gtest.h>
 

@@ -259,7 +259,7 @@ TEST(Noise, OfFloat8IsMeasuredFromAsFarAsBfloat16Rounds) {
                                "--training.float8_tile=4"})
                           .config);
   };
-  for (const char* key : {"float8", "float8_dense"}) {
+  for (const char* key : {"float8", "float8_dense", "float8_rows"}) {
     EXPECT_EQ(of("float32", key), at::kBFloat16);
     EXPECT_EQ(of("bfloat16", key), at::kBFloat16);
     EXPECT_EQ(of("float64", key), at::kDouble);

@@ -1,4 +1,4 @@
-#include "moesh/verify/probe.h"
+#include "moesh/verify/parity.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

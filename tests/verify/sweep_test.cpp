@@ -1,4 +1,4 @@
-#include "moesh/verify/sweep.h"
+#include "moesh/verify/verify.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,6 @@
 #include "moesh/base/error.h"
 #include "moesh/config/merge.h"
 #include "moesh/pipeline/schedule.h"
-#include "moesh/verify/verify.h"
 
 namespace moesh::verify {
 namespace {

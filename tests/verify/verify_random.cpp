@@ -168,6 +168,7 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
   if (draw.one_in(6)) {  // tiles that tiny sizes are multiples of
     add({"--training.float8_tile=" + draw.one_of(Args{"2", "4"}), "--training.float8=blockwise"});
     if (draw.one_in(2)) add({"--training.float8_dense=blockwise"});
+    if (draw.one_in(2)) add({"--training.float8_rows=blockwise"});
   }
   for (const auto& o : config::options())
     if (is_drawn(o) && draw.one_in(6))

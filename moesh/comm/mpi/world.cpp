@@ -7,7 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/comm/mpi/requests.h"
 
 namespace moesh::comm::mpi {

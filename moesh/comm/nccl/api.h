@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "moesh/comm/nccl/stream.h"
+#include "moesh/comm/stream.h"
 
 namespace moesh::comm {
 

@@ -1,4 +1,4 @@
-#include "moesh/comm/nccl/channel.h"
+#include "moesh/comm/nccl/world.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>

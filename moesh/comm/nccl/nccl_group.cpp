@@ -15,7 +15,6 @@
 #include <sstream>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/nccl/channel.h"
 #include "moesh/comm/nccl/world.h"
 
 namespace moesh::comm {

@@ -44,10 +44,10 @@ void stop_nccl(Group& group, const std::string& reason);
 
 // Turns the world of a launch (threads or processes) into an NCCL world before the program sees it.
 
-/// Sets what CUDA reads when it begins, for a process with others beside it (what the user set
-/// stays): all kernels are loaded at once, since one that is loaded later waits for those on the
-/// GPU, which may wait for another rank; and streams have hardware queues of their own, since
-/// streams in one queue wait for each other.
+/// Sets what CUDA reads when it begins (what the user set stays). Streams have hardware queues of
+/// their own, since streams in one queue wait for each other. In a process with others beside it
+/// all kernels are loaded at once, since one that is loaded later waits for those on the GPU, which
+/// may wait for another rank.
 void prepare_cuda();
 
 /// Whether a launch should try: backend nccl, or automatic under mpirun or srun with a CUDA device,

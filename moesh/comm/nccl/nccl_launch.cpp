@@ -45,13 +45,13 @@ class LocalWorlds {
 }  // namespace
 
 void prepare_cuda() {
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   try {
     if (num_launched_processes() < 2) return;
   } catch (const Error&) {
     return;  // launch() says what is wrong with the environment; other commands start no ranks
   }
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
 }
 
 bool should_try_nccl(int num_ranks, const LaunchOptions& options) {

@@ -9,8 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/sections.h"
-#include "moesh/comm/nccl/channel.h"
+#include "moesh/base/timeline.h"
 
 namespace moesh::comm {
 namespace {

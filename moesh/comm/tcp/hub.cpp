@@ -1,4 +1,4 @@
-#include "moesh/comm/tcp/hub.h"
+#include "moesh/comm/tcp/tcp_world.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -199,7 +199,7 @@ void Hub::judge(Peer& peer) {
   else if (sockets_[static_cast<std::size_t>(rank)] >= 0 ||
            is_gone_[static_cast<std::size_t>(rank)])
     why = detail::concat("there is a rank ", rank, " already");
-  peer.out.append(bytes_of(static_cast<Verdict>(why.size()))).append(why);
+  peer.out.append(bytes_of(static_cast<RefusalLength>(why.size()))).append(why);
   if (!why.empty()) {
     peer.state = PeerState::closing;
     return;

@@ -100,10 +100,10 @@ void TcpLink::join(Clock::time_point deadline) {
               " does not know MOESH_SECRET: ", kOther);
   send_all(socket_.get(), bytes_of(proof(meeting_.secret, Side::rank, hello, challenge.nonce)),
            deadline);
-  Verdict verdict = 0;
+  RefusalLength verdict = 0;
   get(reinterpret_cast<char*>(&verdict), sizeof verdict, kOther);
   if (verdict == 0) return;
-  std::string why(std::min(verdict, kMaxVerdict), ' ');
+  std::string why(std::min(verdict, kMaxRefusal), ' ');
   get(why.data(), why.size(), kOther);
   throw Error(ErrorKind::config, detail::concat("rank ", meeting_.rank,
                                                 " was turned away by rank 0 at ", place, ": ", why,

@@ -1,4 +1,4 @@
-#include "moesh/comm/tcp/wire.h"
+#include "moesh/comm/tcp/tcp_world.h"
 
 #include <fcntl.h>
 #include <netdb.h>

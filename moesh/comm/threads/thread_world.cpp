@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/comm/host_group.h"
 #include "moesh/comm/rank_status.h"
 
@@ -34,8 +34,10 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   Mailbox(std::weak_ptr<ThreadWorld> world, std::string group, std::vector<int> members)
       : world_(std::move(world)), group_(std::move(group)), members_(std::move(members)) {}
 
-  /// One end of a message comes, as `call` says. x is what is sent, or where it goes.
-  std::unique_ptr<Work> bring(const Channel& channel, const Call& call, const at::Tensor& x);
+  /// One end of a message comes, as `call` says. x is what is sent, or where it goes. Null: there
+  /// is no queue.
+  std::unique_ptr<Work> bring(const Channel& channel, const Call& call, const at::Tensor& x,
+                              CommStream* queue);
 
   /// A rank has left the world: ranks that wait for it look again.
   void wake();
@@ -44,7 +46,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   friend class LetterWork;
   struct Letter;
 
-  void deliver(Letter& letter);
+  void deliver(Letter& letter, CommStream* queue);
   void wait(const Letter& letter, int rank, const Call& call);
 
   const std::weak_ptr<ThreadWorld> world_;
@@ -66,6 +68,8 @@ using Clock = std::chrono::steady_clock;
 struct Mailbox::Letter {
   Call send, recv;
   at::Tensor x, out;
+  std::shared_ptr<StreamOrigin> x_is_there, out_is_there;  // on a device
+  std::shared_ptr<Mark> is_copied;
   bool is_matched = false;  // both ends are there: it is being delivered
   std::atomic<bool> is_delivered = false;
   std::string verdict;  // why it was not
@@ -83,6 +87,7 @@ class LetterWork final : public Work {
         mine_(std::move(mine)) {}
   at::Tensor wait() override {
     mailbox_->wait(*letter_, rank_, call_);
+    if (letter_->is_copied) letter_->is_copied->hold_current();
     return mine_;
   }
 
@@ -94,10 +99,10 @@ class LetterWork final : public Work {
   at::Tensor mine_;
 };
 
-std::unique_ptr<Work> Mailbox::bring(const Channel& channel, const Call& call,
-                                     const at::Tensor& x) {
+std::unique_ptr<Work> Mailbox::bring(const Channel& channel, const Call& call, const at::Tensor& x,
+                                     CommStream* queue) {
   const bool is_send = call.op == Collective::send;
-  synchronize(x.device());
+  const auto is_there = queue ? queue->here() : nullptr;
   std::shared_ptr<Letter> letter;
   bool is_last = false;
   {
@@ -112,14 +117,15 @@ std::unique_ptr<Work> Mailbox::bring(const Channel& channel, const Call& call,
       letter = queue.emplace_back(std::make_shared<Letter>());
     }
     (is_send ? letter->x : letter->out) = x;
+    (is_send ? letter->x_is_there : letter->out_is_there) = is_there;
     (is_send ? letter->send : letter->recv) = call;
   }
-  if (is_last) deliver(*letter);
+  if (is_last) deliver(*letter, queue);
   const int rank = members_[static_cast<size_t>(is_send ? channel.from : channel.to)];
   return std::make_unique<LetterWork>(shared_from_this(), std::move(letter), call, rank, x);
 }
 
-void Mailbox::deliver(Letter& letter) {
+void Mailbox::deliver(Letter& letter, CommStream* queue) {
   letter.verdict = disagreement(letter.send, letter.recv, group_);
   if (letter.verdict.empty() && letter.x.device() != letter.out.device())
     letter.verdict = detail::concat(
@@ -127,9 +133,16 @@ void Mailbox::deliver(Letter& letter) {
         letter.send.root, " receives on ", letter.out.device(), " (", letter.recv.describe(), ", ",
         letter.recv.place(group_), "). Ranks that are threads share one device.");
   try {
-    if (letter.verdict.empty()) {
-      copy(whole(letter.out), whole(letter.x), letter.x.options());
-      synchronize(letter.x.device());
+    const auto move = [to = letter.out, from = letter.x] {
+      copy(whole(to), whole(from), from.options());
+    };
+    if (letter.verdict.empty() && queue) {
+      queue->follow(*letter.x_is_there);
+      queue->follow(*letter.out_is_there);
+      queue->run(move);
+      letter.is_copied = queue->mark();
+    } else if (letter.verdict.empty()) {
+      move();
     }
   } catch (const std::exception& e) {  // both ends learn of it, and neither waits on
     letter.verdict = detail::concat("the message was not copied: ", e.what());
@@ -185,6 +198,8 @@ using Clock = std::chrono::steady_clock;
 struct Slot {
   struct RankEntry {
     Post post;
+    std::shared_ptr<StreamOrigin> is_there;  // on a device: what the post sends
+    std::shared_ptr<Mark> has_read;          // what was sent to this rank
     std::atomic<bool> posted = false, closed = false;
   };
   Slot(std::int64_t s, std::int32_t p, size_t size) : sequence(s), phase(p), entries(size) {}
@@ -214,10 +229,11 @@ class ThreadGroupState {
   const std::vector<int>& members() const { return members_; }
   Mailbox& mailbox() { return *mailbox_; }
 
-  std::shared_ptr<Slot> publish(int rank, Post post) {
+  std::shared_ptr<Slot> publish(int rank, Post post, std::shared_ptr<StreamOrigin> is_there) {
     const auto slot = slot_of(post.call);
     auto& mine = slot->entries[static_cast<size_t>(rank)];
     mine.post = std::move(post);
+    mine.is_there = std::move(is_there);
     count(mine.posted, slot->num_posted);
     return slot;
   }
@@ -245,15 +261,20 @@ class ThreadGroupState {
     return spans;
   }
 
-  // This rank has read everything. Blocks until the others have, where the post says so.
-  void close(int rank, Slot& slot) {
+  // This rank has read everything, or on a device will have at a mark. Blocks until the others
+  // have, where the post says so; on a device the current stream waits for their marks.
+  void close(int rank, Slot& slot, std::shared_ptr<Mark> has_read) {
     auto& mine = slot.entries[static_cast<size_t>(rank)];
+    mine.has_read = std::move(has_read);
     if (count(mine.closed, slot.num_closed)) {
       std::lock_guard lock(mutex_);
       std::erase_if(slots_, [&](const auto& s) { return s.get() == &slot; });
     }
+    if (mine.has_read) mine.has_read->hold_current();
     if (!mine.post.wait_for_readers) return;
     wait_for(slot, slot.num_closed, &Slot::RankEntry::closed, rank, "the end of ");
+    for (const auto& e : slot.entries)
+      if (e.has_read) e.has_read->hold_current();
     mine.post.keep.clear();  // a peer may hold the slot a little longer, and the memory is wanted
                              // for the next result
   }
@@ -341,73 +362,108 @@ namespace {
 
 class ThreadExchange final : public Exchange {
  public:
-  ThreadExchange(std::shared_ptr<ThreadGroupState> state, int rank, Post post)
-      : state_(std::move(state)), rank_(rank), device_(post.options.device()) {
-    synchronize(device_);
-    slot_ = state_->publish(rank_, std::move(post));
+  ThreadExchange(std::shared_ptr<ThreadGroupState> state, int rank, Post post, CommStream* queue)
+      : state_(std::move(state)),
+        rank_(rank),
+        queue_(queue),
+        slot_(state_->publish(rank_, std::move(post), queue ? queue->here() : nullptr)) {}
+  std::vector<Span> receive() override {
+    auto spans = state_->collect(rank_, *slot_);
+    if (queue_)
+      for (const auto& e : slot_->entries) queue_->follow(*e.is_there);
+    return spans;
   }
-  std::vector<Span> receive() override { return state_->collect(rank_, *slot_); }
-  void close() override {
-    synchronize(device_);
-    state_->close(rank_, *slot_);
-  }
+  void run(const std::function<void()>& f) override { queue_ ? queue_->run(f) : f(); }
+  void close() override { state_->close(rank_, *slot_, queue_ ? queue_->mark() : nullptr); }
 
  private:
   std::shared_ptr<ThreadGroupState> state_;
   int rank_;
-  at::Device device_;
+  CommStream* queue_;
   std::shared_ptr<Slot> slot_;
+};
+
+// That of all groups of a rank, made when it is first needed: a rank has few streams.
+class ReadQueue {
+ public:
+  explicit ReadQueue(MakeReadQueue make) : make_(std::move(make)) {}
+  CommStream* on(at::Device device) {
+    if (queue_ && device == device_) return queue_.get();
+    auto made = make_(device);
+    if (!made) return nullptr;
+    device_ = device;
+    queue_ = std::move(made);
+    return queue_.get();
+  }
+
+ private:
+  MakeReadQueue make_;
+  at::Device device_ = at::kCPU;
+  std::unique_ptr<CommStream> queue_;
 };
 
 class ThreadGroup final : public HostGroup {
  public:
-  ThreadGroup(std::shared_ptr<ThreadWorld> world, std::shared_ptr<ThreadGroupState> state, int rank)
+  ThreadGroup(std::shared_ptr<ThreadWorld> world, std::shared_ptr<ThreadGroupState> state, int rank,
+              std::shared_ptr<ReadQueue> queue)
       : HostGroup(state->name(), rank, state->members()),
         world_(std::move(world)),
-        state_(std::move(state)) {}
+        state_(std::move(state)),
+        queue_(std::move(queue)) {}
 
  private:
   std::unique_ptr<Exchange> post(Post post) override {
-    return std::make_unique<ThreadExchange>(state_, rank(), std::move(post));
+    CommStream* const queue = queue_->on(post.options.device());
+    return std::make_unique<ThreadExchange>(state_, rank(), std::move(post), queue);
   }
   std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& m) override {
     const Call call = call_of(Collective::send, x.scalar_type(), x.sizes(), m);
-    return state_->mailbox().bring({rank(), m.peer}, call, x);
+    return state_->mailbox().bring({rank(), m.peer}, call, x, queue_->on(x.device()));
   }
   std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
                                 const Message& m) override {
     const at::Tensor out = empty_result(sizes, options);
     const Call call = call_of(Collective::recv, out.scalar_type(), sizes, m);
-    return state_->mailbox().bring({m.peer, rank()}, call, out);
+    return state_->mailbox().bring({m.peer, rank()}, call, out, queue_->on(out.device()));
   }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                   const std::string& name) override {
     const std::string key = detail::concat(state_->key(), "/", num_splits_++, ".", index);
     if (members.size() <= 1) return nullptr;
     return std::make_shared<ThreadGroup>(world_, world_->state(key, name, world_ranks(members)),
-                                         rank);
+                                         rank, queue_);
   }
 
   std::shared_ptr<ThreadWorld> world_;
   std::shared_ptr<ThreadGroupState> state_;
+  std::shared_ptr<ReadQueue> queue_;
   int num_splits_ = 0;
 };
 
 }  // namespace
 
-ThreadWorld::ThreadWorld(int num_ranks, std::chrono::milliseconds timeout)
-    : num_ranks_(num_ranks), timeout_(timeout), roll_(num_ranks) {}
+std::unique_ptr<CommStream> queue_off_the_host(at::Device device) {
+  return device.is_cpu() ? nullptr : device_stream(device);
+}
 
-std::shared_ptr<ThreadWorld> ThreadWorld::create(int num_ranks, std::chrono::milliseconds timeout) {
+ThreadWorld::ThreadWorld(int num_ranks, std::chrono::milliseconds timeout, MakeReadQueue make_queue)
+    : num_ranks_(num_ranks),
+      timeout_(timeout),
+      make_queue_(std::move(make_queue)),
+      roll_(num_ranks) {}
+
+std::shared_ptr<ThreadWorld> ThreadWorld::create(int num_ranks, std::chrono::milliseconds timeout,
+                                                 MakeReadQueue make_queue) {
   MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "a world of ", num_ranks,
               " ranks; it takes 1 or more");
-  return std::shared_ptr<ThreadWorld>(new ThreadWorld(num_ranks, timeout));
+  return std::shared_ptr<ThreadWorld>(new ThreadWorld(num_ranks, timeout, std::move(make_queue)));
 }
 
 std::shared_ptr<Group> ThreadWorld::group(int rank) {
   std::vector<int> members(static_cast<size_t>(num_ranks_));
   std::iota(members.begin(), members.end(), 0);
-  return std::make_shared<ThreadGroup>(shared_from_this(), state("world", "world", members), rank);
+  return std::make_shared<ThreadGroup>(shared_from_this(), state("world", "world", members), rank,
+                                       std::make_shared<ReadQueue>(make_queue_));
 }
 
 std::shared_ptr<ThreadGroupState> ThreadWorld::state(const std::string& key,

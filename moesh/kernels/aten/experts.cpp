@@ -243,6 +243,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   }
   out.x = combined(in, out.x);
   const at::Tensor h = v.h.to(dtype);
+  count_float8_experts(config, in, h, dy, dg, du);
   const auto weight_half = [=, low13_Rr = saved.low13_Rr,
                             low2_Rr = saved.low2_Rr](const at::Tensor& d_rows_RD) {
     const at::Tensor rows_RD = gathered(in, in.x);

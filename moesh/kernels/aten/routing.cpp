@@ -9,10 +9,13 @@
 #include <ATen/ops/logical_or.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/nonzero.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/check.h"
@@ -133,12 +136,100 @@ at::Tensor gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
 }
 
 GateGradients gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
-                            const at::Tensor& d_logits_TE) {
+                            const at::Tensor& d_logits_TE, bool /*as_product*/) {
   return {at::mm(d_logits_TE, gate_ED).to(x_TD.scalar_type()),
           at::mm(d_logits_TE.t(), x_TD.to(gate_ED.scalar_type()))};
 }
 
+namespace {
+
+at::Tensor scores_of(const Weighing& w, const at::Tensor& logits_TE, const at::Tensor& experts_TK) {
+  if (w.scoring == Scoring::softmax_chosen) return logits_TE.gather(1, experts_TK).softmax(-1);
+  return (w.scoring == Scoring::sigmoid ? logits_TE.sigmoid() : logits_TE.softmax(-1))
+      .gather(1, experts_TK);
+}
+
+// The adjoint of a softmax with the result p.
+at::Tensor softmax_backward(const at::Tensor& p, const at::Tensor& dp) {
+  return p * (dp - (dp * p).sum(-1, true));
+}
+
+}  // namespace
+
+at::Tensor weigh_forward(const Weighing& w, const at::Tensor& logits_TE,
+                         const at::Tensor& experts_TK) {
+  at::Tensor weights = scores_of(w, logits_TE, experts_TK);
+  if (w.normalize) weights = weights / (weights.sum(-1, true) + w.epsilon);
+  return w.scale != 1 ? weights * w.scale : weights;
+}
+
+at::Tensor weigh_backward(const Weighing& w, const at::Tensor& logits_TE,
+                          const at::Tensor& experts_TK, const at::Tensor& d_weights_TK) {
+  const at::Tensor s = scores_of(w, logits_TE, experts_TK);
+  at::Tensor ds = d_weights_TK * w.scale;
+  if (w.normalize) {
+    const at::Tensor sum = s.sum(-1, true) + w.epsilon;
+    ds = (ds - (ds * s).sum(-1, true) / sum) / sum;
+  }
+  const auto spread = [&](const at::Tensor& x_TK) {
+    return at::zeros_like(logits_TE).scatter_add_(1, experts_TK, x_TK);
+  };
+  switch (w.scoring) {
+    case Scoring::sigmoid: return spread(ds * s * (1 - s));
+    case Scoring::softmax: return softmax_backward(logits_TE.softmax(-1), spread(ds));
+    case Scoring::softmax_chosen: return spread(softmax_backward(s, ds));
+  }
+  return {};
+}
+
+at::Tensor count_choices(const at::Tensor& experts_TK, const at::Tensor& valid_T1,
+                         std::int64_t num_experts) {
+  // What does not count chooses one more expert, which is ignored.
+  at::Tensor outside = at::logical_or(experts_TK < 0, experts_TK >= num_experts);
+  if (valid_T1.defined()) outside = at::logical_or(outside, valid_T1.logical_not());
+  const at::Tensor counted = experts_TK.masked_fill(outside, num_experts);
+  // Not bincount, for whose answer the host waits for an accelerator. Whole numbers add up to the
+  // same in any order; those of 32 bits have an addition of their own there.
+  const at::Tensor one = at::ones({1}, counted.options().dtype(at::kInt));
+  return at::zeros({num_experts + 1}, one.options())
+      .scatter_add_(0, counted.flatten(), one.expand({counted.numel()}))
+      .narrow(0, 0, num_experts)
+      .to(at::kLong);
+}
+
+namespace {
+
+// Shares of sigmoids whose sum nearly vanishes stay shares.
+constexpr double kLeastScores = 1e-20;
+
+at::Tensor of_valid(const BalanceOf& b, const at::Tensor& x_TE) {
+  return b.valid_T1.defined() ? x_TE * b.valid_T1 : x_TE;
+}
+
+}  // namespace
+
+at::Tensor balance_sums(const BalanceOf& b, const at::Tensor& logits_TE) {
+  at::Tensor p_TE = b.softmax ? logits_TE.softmax(-1) : logits_TE.sigmoid();
+  if (!b.softmax) p_TE = p_TE / (p_TE.sum(-1, true) + kLeastScores);
+  const at::Tensor chosen_TE = at::zeros_like(logits_TE).scatter_(1, b.experts_TK, 1);
+  return at::stack(
+      {b.members_BT.matmul(of_valid(b, p_TE)), b.members_BT.matmul(of_valid(b, chosen_TE))});
+}
+
+at::Tensor balance_sums_backward(const BalanceOf& b, const at::Tensor& logits_TE,
+                                 const at::Tensor& d_sums_BE) {
+  const at::Tensor dp_TE = of_valid(b, b.members_BT.t().matmul(d_sums_BE));
+  if (b.softmax) return softmax_backward(logits_TE.softmax(-1), dp_TE);
+  const at::Tensor s_TE = logits_TE.sigmoid(), sum = s_TE.sum(-1, true) + kLeastScores;
+  return (dp_TE - (dp_TE * s_TE).sum(-1, true) / sum) / sum * s_TE * (1 - s_TE);
+}
+
 void add_routing(KernelTable& t) {
+  t.weigh_forward = weigh_forward;
+  t.weigh_backward = weigh_backward;
+  t.count_choices = count_choices;
+  t.balance_sums = balance_sums;
+  t.balance_sums_backward = balance_sums_backward;
   t.top_k = top_k;
   t.sort_by_expert = sort_by_expert;
   t.rank_major_to_expert_major = rank_major_to_expert_major;

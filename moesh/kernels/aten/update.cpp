@@ -67,14 +67,16 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) 
   if (!copies.empty()) at::_foreach_copy_(copies, copied);
 }
 
-void cast_into(const at::Tensor& to, const at::Tensor& from) { at::Tensor(to).copy_(from); }
+void cast_all(const std::vector<Cast>& casts) {
+  for (const auto& [to, from] : casts) at::Tensor(to).copy_(from);
+}
 
 at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return at::stack(at::_foreach_norm(tensors, 2, at::kDouble)).square_().sum();
 }
 
 void add_update(KernelTable& t) {
-  t.cast_into = cast_into;
+  t.cast_all = cast_all;
   t.adamw_ = adamw_;
   t.sum_of_squares = sum_of_squares;
 }

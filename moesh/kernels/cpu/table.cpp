@@ -1,6 +1,79 @@
+// The table of the CPU, the threads that its kernels use, and the vectors that this machine has.
+
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+
+#include <exception>
+#include <mutex>
+#include <vector>
+
+#include "moesh/kernels/cpu/simd.h"
+#include "moesh/kernels/cpu/tasks.h"
 #include "moesh/kernels/table.h"
 
+namespace moesh::kernels::cpu {
+
+void on_workers(std::int64_t num_workers, c10::function_ref<void(std::int64_t)> f) {
+  if (num_workers <= 1) {
+    if (num_workers == 1) f(0);
+    return;
+  }
+  // An element-wise loop over one element per worker: the library's own way to its threads.
+  at::Tensor one_each = at::empty({num_workers}, at::kByte);
+  auto iterator = at::TensorIterator::nullary_op(one_each);
+  std::atomic<std::int64_t> next{0};
+  // Not left to the library: of 2.11 some builds lose what a worker throws.
+  std::once_flag is_thrown;
+  std::exception_ptr thrown;
+  iterator.for_each(
+      [&](char**, const std::int64_t*, std::int64_t size, std::int64_t count) {
+        try {
+          for (std::int64_t i = 0; i < size * count; ++i)
+            f(next.fetch_add(1, std::memory_order_relaxed));
+        } catch (...) {
+          std::call_once(is_thrown, [&] { thrown = std::current_exception(); });
+        }
+      },
+      /*grain_size=*/1);
+  if (thrown) std::rethrow_exception(thrown);
+}
+
+extern const SimdTable simd_base;
+#if defined(__x86_64__)
+extern const SimdTable simd_avx2;
+extern const SimdTable simd_avx512;
+extern const SimdTable simd_avx512bf16;
+#endif
+
+namespace {
+
+std::vector<const SimdTable*> find_tables() {
+  std::vector<const SimdTable*> tables;
+#if defined(__x86_64__)
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) tables.push_back(&simd_avx512bf16);
+  if (avx512) tables.push_back(&simd_avx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&simd_avx2);
+#endif
+  tables.push_back(&simd_base);
+  return tables;
+}
+
+const std::vector<const SimdTable*>& tables() {
+  static const std::vector<const SimdTable*> found = find_tables();
+  return found;
+}
+
+}  // namespace
+
+int num_simd_tables() { return static_cast<int>(tables().size()); }
+const SimdTable& simd_table(int i) { return *tables().at(i); }
+
+}  // namespace moesh::kernels::cpu
+
 namespace moesh::kernels {
+
 namespace cpu {
 
 // Each is in the file of its name or kind.

@@ -4,9 +4,9 @@
 // T tokens, D model, E experts, K top-k, R rows at their experts
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/logical_and.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -49,19 +49,17 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
   if (range.count < 1 || range.count > 512)
     return aten_kernels().sort_by_expert(experts_TK, num_experts, range);
   const OnDeviceOf run(experts_TK);
-  at::_assert_async(at::logical_and(experts_TK >= 0, experts_TK < num_experts).all(),
-                    "a token chose an expert out of range");
-  const at::Tensor chosen_TK = experts_TK.to(at::kInt);
-  const auto options = chosen_TK.options();
-  const std::int64_t num_choices = chosen_TK.numel();
+  const auto options = experts_TK.options().dtype(at::kInt);
+  const std::int64_t num_choices = experts_TK.numel();
   Sorted out{.order_R = at::empty({num_choices}, options),
              .token_R = at::empty({num_choices}, options),
-             .inverse_TK = at::empty(chosen_TK.sizes(), options),
+             .inverse_TK = at::empty(experts_TK.sizes(), options),
              .ends_e = at::empty({range.count}, options)};
-  Sort sort{.experts_TK = indices(chosen_TK),
+  Sort sort{.experts_TK = experts_TK.const_data_ptr<std::int64_t>(),
+            .all_experts = num_experts,
             .weight_TK = nullptr,
-            .num_tokens = chosen_TK.size(0),
-            .top_k = chosen_TK.size(1),
+            .num_tokens = experts_TK.size(0),
+            .top_k = experts_TK.size(1),
             .first_expert = range.first,
             .num_experts = range.count,
             .workspace = nullptr,
@@ -79,6 +77,111 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
     out.token_R = out.token_R.narrow(0, 0, rows);
   }
   return out;
+}
+
+at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
+  if (x.dim() != 1 || x.scalar_type() != at::kFloat) return aten_kernels().gather_rows(x, index_R);
+  const at::Tensor out_R = at::empty({index_R.numel()}, x.options());
+  OnDeviceOf{x}("gather_floats", gather_floats, static_cast<const float*>(floats(x)),
+                static_cast<const std::int32_t*>(indices(index_R)), floats(out_R), index_R.numel());
+  return out_R;
+}
+
+bool takes_router(const at::Tensor& logits_TE, const at::Tensor& experts_TK) {
+  return logits_TE.scalar_type() == at::kFloat && logits_TE.size(1) >= 1 &&
+         logits_TE.size(1) <= 256 && experts_TK.size(1) >= 1 && experts_TK.size(1) <= 32;
+}
+
+const std::int64_t* choices(const at::Tensor& t) {
+  return has_memory(t) ? t.const_data_ptr<std::int64_t>() : nullptr;
+}
+const bool* flags(const at::Tensor& t) {
+  return has_memory(t) ? t.const_data_ptr<bool>() : nullptr;
+}
+
+cuda::Weighing weighing_of(const kernels::Weighing& w, const at::Tensor& logits_TE,
+                           const at::Tensor& experts_TK) {
+  using Of = cuda::Weighing;
+  return {.num_tokens = logits_TE.size(0),
+          .num_experts = logits_TE.size(1),
+          .top_k = experts_TK.size(1),
+          .scoring = w.scoring == Scoring::sigmoid   ? Of::sigmoid
+                     : w.scoring == Scoring::softmax ? Of::softmax
+                                                     : Of::softmax_chosen,
+          .normalize = w.normalize,
+          .epsilon = static_cast<float>(w.epsilon),
+          .scale = static_cast<float>(w.scale)};
+}
+
+at::Tensor weigh_forward(const kernels::Weighing& w, const at::Tensor& logits_TE,
+                         const at::Tensor& experts_TK) {
+  if (!takes_router(logits_TE, experts_TK))
+    return aten_kernels().weigh_forward(w, logits_TE, experts_TK);
+  const at::Tensor weights_TK = at::empty(experts_TK.sizes(), logits_TE.options());
+  OnDeviceOf{logits_TE}("weigh", weigh, weighing_of(w, logits_TE, experts_TK),
+                        static_cast<const float*>(floats(logits_TE)), choices(experts_TK),
+                        floats(weights_TK));
+  return weights_TK;
+}
+
+at::Tensor weigh_backward(const kernels::Weighing& w, const at::Tensor& logits_TE,
+                          const at::Tensor& experts_TK, const at::Tensor& d_weights_TK) {
+  if (!takes_router(logits_TE, experts_TK))
+    return aten_kernels().weigh_backward(w, logits_TE, experts_TK, d_weights_TK);
+  const at::Tensor d_logits_TE = at::empty_like(logits_TE);
+  OnDeviceOf{logits_TE}("weigh_backward", cuda::weigh_backward,
+                        weighing_of(w, logits_TE, experts_TK),
+                        static_cast<const float*>(floats(logits_TE)), choices(experts_TK),
+                        static_cast<const float*>(floats(d_weights_TK)), floats(d_logits_TE));
+  return d_logits_TE;
+}
+
+at::Tensor count_choices(const at::Tensor& experts_TK, const at::Tensor& valid_T1,
+                         std::int64_t num_experts) {
+  if (num_experts < 1 || num_experts > 8192)
+    return aten_kernels().count_choices(experts_TK, valid_T1, num_experts);
+  const at::Tensor counts_E = at::zeros({num_experts}, experts_TK.options());
+  OnDeviceOf{counts_E}("count_choices", cuda::count_choices, choices(experts_TK), flags(valid_T1),
+                       experts_TK.size(0), experts_TK.size(1), num_experts,
+                       counts_E.mutable_data_ptr<std::int64_t>());
+  return counts_E;
+}
+
+bool takes_balance(const BalanceOf& b, const at::Tensor& logits_TE) {
+  return b.equal_runs && logits_TE.size(0) > 0 && takes_router(logits_TE, b.experts_TK);
+}
+
+Balance balance_of(const BalanceOf& b, const at::Tensor& logits_TE) {
+  return {.num_tokens = logits_TE.size(0),
+          .num_experts = logits_TE.size(1),
+          .top_k = b.experts_TK.size(1),
+          .num_sequences = b.members_BT.size(0),
+          .softmax = b.softmax,
+          .experts_TK = choices(b.experts_TK),
+          .valid_T = flags(b.valid_T1)};
+}
+
+at::Tensor balance_sums(const BalanceOf& b, const at::Tensor& logits_TE) {
+  if (!takes_balance(b, logits_TE)) return aten_kernels().balance_sums(b, logits_TE);
+  const Balance balance = balance_of(b, logits_TE);
+  const at::Tensor workspace = at::empty({balance_workspace(balance)}, logits_TE.options()),
+                   sums_2BE = at::empty({2, balance.num_sequences, balance.num_experts},
+                                        logits_TE.options());
+  OnDeviceOf{logits_TE}("balance", cuda::balance, balance,
+                        static_cast<const float*>(floats(logits_TE)), floats(workspace),
+                        floats(sums_2BE));
+  return sums_2BE;
+}
+
+at::Tensor balance_sums_backward(const BalanceOf& b, const at::Tensor& logits_TE,
+                                 const at::Tensor& d_sums_BE) {
+  if (!takes_balance(b, logits_TE))
+    return aten_kernels().balance_sums_backward(b, logits_TE, d_sums_BE);
+  const at::Tensor d_logits_TE = at::empty_like(logits_TE);
+  OnDeviceOf{logits_TE}("balance_backward", balance_backward, balance_of(b, logits_TE),
+                        static_cast<const float*>(floats(logits_TE)),
+                        static_cast<const float*>(floats(d_sums_BE)), floats(d_logits_TE));
+  return d_logits_TE;
 }
 
 at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
@@ -122,19 +225,25 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) 
                            static_cast<std::int64_t>(tensors.size()));
 }
 
-void cast_into(const at::Tensor& to, const at::Tensor& from) {
-  const auto are = [&](at::ScalarType a, at::ScalarType b) {
-    return from.scalar_type() == a && to.scalar_type() == b;
-  };
-  if (!in_chunks(from) || !in_chunks(to))
-    aten_kernels().cast_into(to, from);
-  else if (are(at::kBFloat16, at::kFloat))
-    OnDeviceOf{to}("widen", widen, in(from), floats(to), to.numel());
-  else if (are(at::kFloat, at::kBFloat16))
-    OnDeviceOf{to}("narrow", cuda::narrow, static_cast<const float*>(in(from)), out(to),
-                   to.numel());
-  else
-    aten_kernels().cast_into(to, from);
+void cast_all(const std::vector<Cast>& casts) {
+  std::vector<Cast> rest;
+  std::vector<NarrowTensor> narrow;
+  for (const auto& [to, from] : casts) {
+    const auto are = [&](at::ScalarType a, at::ScalarType b) {
+      return in_chunks(from) && in_chunks(to) && from.scalar_type() == a && to.scalar_type() == b;
+    };
+    if (to.numel() == 0) continue;
+    if (are(at::kBFloat16, at::kFloat))
+      OnDeviceOf{to}("widen", widen, in(from), floats(to), to.numel());
+    else if (are(at::kFloat, at::kBFloat16))
+      narrow.push_back({static_cast<const float*>(in(from)), out(to), to.numel()});
+    else
+      rest.push_back({to, from});
+  }
+  if (!narrow.empty())
+    OnDeviceOf{casts[0].to}("narrow", cuda::narrow, static_cast<const NarrowTensor*>(narrow.data()),
+                            static_cast<std::int64_t>(narrow.size()));
+  if (!rest.empty()) aten_kernels().cast_all(rest);
 }
 
 at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
@@ -171,8 +280,14 @@ const KernelTable& ampere_kernels() {
     ampere::add_rowwise(t);
     t.top_k = ampere::top_k;
     t.sort_by_expert = ampere::sort_by_expert;
+    t.gather_rows = ampere::gather_rows;
+    t.weigh_forward = ampere::weigh_forward;
+    t.weigh_backward = ampere::weigh_backward;
+    t.count_choices = ampere::count_choices;
+    t.balance_sums = ampere::balance_sums;
+    t.balance_sums_backward = ampere::balance_sums_backward;
     t.combine_rows = ampere::combine_rows;
-    t.cast_into = ampere::cast_into;
+    t.cast_all = ampere::cast_all;
     t.adamw_ = ampere::adamw_;
     t.sum_of_squares = ampere::sum_of_squares;
     t.refuses_device = on_device::refusal<cuda::check_ampere>;

@@ -217,7 +217,7 @@ namespace {
 bool takes_heads(const at::Tensor& t) {
   bool is_taken = t.scalar_type() == at::kBFloat16 && t.stride(-1) == 1 && in_chunks(t);
   for (std::int64_t d = 0; d + 1 < t.dim(); ++d) is_taken = is_taken && t.stride(d) % 8 == 0;
-  return is_taken && t.size(-1) % 8 == 0;
+  return is_taken && t.size(-1) % 8 == 0 && t.numel() < std::int64_t{1} << 33;
 }
 
 HeadsAt heads_at(const at::Tensor& t) {  // a tensor of three dimensions has one head for all

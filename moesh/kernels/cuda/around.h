@@ -155,8 +155,48 @@ constexpr std::int64_t convolution_terms(const Convolution& c) {
 Error convolution_backward(const Convolution&, const void* x, const void* dy, float* dw_terms,
                            void* dx, Stream);
 
-/// bf16 to float32 and back, rounded to the nearest.
+// ---- routers; logits and sums are float32 without gaps ----
+
+/// The weights of a token's choices: their scores, that add up to one if they are normalised (with
+/// epsilon added to their sum), times the scale.
+struct Weighing {
+  std::int64_t num_tokens, num_experts, top_k;  // at most 256 experts, 32 choices
+  enum Scoring { sigmoid, softmax, softmax_chosen } scoring;
+  bool normalize;
+  float epsilon, scale;
+};
+Error weigh(const Weighing&, const float* logits_TE, const std::int64_t* experts_TK,
+            float* weights_TK, Stream);
+Error weigh_backward(const Weighing&, const float* logits_TE, const std::int64_t* experts_TK,
+                     const float* d_weights_TK, float* d_logits_TE, Stream);
+
+/// What a balance loss compares in each of B sequences of equally many tokens: probabilities, which
+/// are the softmax of the logits or their sigmoids over the sum of these, and choices.
+struct Balance {
+  std::int64_t num_tokens, num_experts, top_k, num_sequences;
+  bool softmax;
+  const std::int64_t* experts_TK;
+  const bool* valid_T;  // the tokens that count; null: all
+};
+constexpr int kBalanceTokens = 64;      // that leave one term
+constexpr float kLeastScores = 1e-20f;  // added to the sum of sigmoids
+/// The number of floats that balance needs besides its result.
+std::int64_t balance_workspace(const Balance&);
+/// [2, B, E]: sums of probabilities, and how often each expert was chosen; in a fixed order.
+Error balance(const Balance&, const float* logits_TE, float* workspace, float* sums_2BE, Stream);
+/// From the gradient of the sums of probabilities.
+Error balance_backward(const Balance&, const float* logits_TE, const float* d_sums_BE,
+                       float* d_logits_TE, Stream);
+
+/// Adds to counts_E how often each expert was chosen by tokens that count (valid_T null: all).
+Error count_choices(const std::int64_t* experts_TK, const bool* valid_T, std::int64_t num_tokens,
+                    std::int64_t top_k, std::int64_t num_experts, std::int64_t* counts_E, Stream);
+
+/// out[i] = x[index[i]], 0 where the index is negative.
+Error gather_floats(const float* x, const std::int32_t* index_R, float* out_R,
+                    std::int64_t num_rows, Stream);
+
+/// bf16 to float32.
 Error widen(const void* from, float* to, std::int64_t size, Stream);
-Error narrow(const float* from, void* to, std::int64_t size, Stream);
 
 }  // namespace moesh::kernels::cuda

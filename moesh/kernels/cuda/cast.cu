@@ -1,4 +1,4 @@
-// float32 to bfloat16 and back, eight numbers for each thread at a time.
+// bfloat16 to float32, eight numbers for each thread at a time. The way back is in update.cu.
 
 #include "moesh/kernels/cuda/activation.h"
 #include "moesh/kernels/cuda/around.h"
@@ -23,19 +23,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    narrow_kernel(const float* from, bf16* to, int64_t size) {
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
-  if (i + kWidth <= size) {
-    const float4 a = __ldcs(reinterpret_cast<const float4*>(from + i)),
-                 b = __ldcs(reinterpret_cast<const float4*>(from + i) + 1);
-    const float v[kWidth] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    store16(to + i, packed(v));
-  } else {
-    for (int64_t j = i; j < size; ++j) to[j] = __float2bfloat16_rn(from[j]);
-  }
-}
-
 unsigned blocks_for(std::int64_t size) {
   return static_cast<unsigned>((size + kThreads * kWidth - 1) / (kThreads * kWidth));
 }
@@ -46,13 +33,6 @@ Error widen(const void* from, float* to, std::int64_t size, Stream stream) {
   if (size == 0) return nullptr;
   widen_kernel<<<blocks_for(size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       static_cast<const bf16*>(from), to, size);
-  return text_of(cudaGetLastError());
-}
-
-Error narrow(const float* from, void* to, std::int64_t size, Stream stream) {
-  if (size == 0) return nullptr;
-  narrow_kernel<<<blocks_for(size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      from, static_cast<bf16*>(to), size);
   return text_of(cudaGetLastError());
 }
 

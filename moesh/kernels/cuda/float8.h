@@ -16,6 +16,11 @@ constexpr std::int64_t float8_tiles(std::int64_t size) {
 /// From a line of scales to the next: TMA takes multiples of 16 bytes.
 constexpr std::int64_t scale_pitch(std::int64_t num_rows) { return (num_rows + 3) / 4 * 4; }
 
+/// The bytes of a packed row: its codes, an exponent for each tile, whole words of 8 bytes.
+constexpr std::int64_t packed_row_bytes(std::int64_t width) {
+  return (width + float8_tiles(width) + 7) / 8 * 8;
+}
+
 /// The bits of the scale of a tile whose largest magnitude has these bits, both float32: the least
 /// power of two of at least max(largest, 1e-27) / 448, of which 448 is 1.75 times 2^8. NaN: the
 /// magnitude is not finite.
@@ -63,6 +68,10 @@ Error float8_product(const Float8Product&, Stream);
 Error expand8(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD, Float8Rows rows,
               std::int64_t num_tokens, std::int64_t top_k, std::int64_t num_rows,
               std::int64_t width, Stream);
+
+/// Rows [R, D] of whole tiles to packed_row_bytes(D) each, and the numbers that these stand for.
+Error pack8(const void* rows_RD, void* packed, std::int64_t num_rows, std::int64_t width, Stream);
+Error unpack8(const void* packed, void* rows_RD, std::int64_t num_rows, std::int64_t width, Stream);
 
 /// Codes of a weight [E, N, C] in bf16, or in float32 and rounded to bf16 first, and of its
 /// transposed; null: not wanted. scales [E, tiles of N,

@@ -1,6 +1,7 @@
 // Rounding to float8. 16 lanes have a tile of a row, eight numbers each.
 // T tokens, D model, F ffn, E experts, K top-k, R rows at their experts
 
+#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include "moesh/kernels/cuda/activation.h"
@@ -55,11 +56,13 @@ struct ExpandParams {
   bf16* rows_RD;          // null: only codes
   Float8Rows rows;
   int64_t num_tokens, pitch;
-  int top_k, width, lanes_of_row;  // a multiple of 16
+  int top_k, width;
+  unsigned lanes_of_row;  // a multiple of 16
 };
 
 __global__ void __launch_bounds__(kThreads) expand8_kernel(const ExpandParams p) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  // A division of 32 bits: one of 64 takes as long as the memory.
+  const unsigned at = blockIdx.x * kThreads + threadIdx.x;
   const int64_t token = at / p.lanes_of_row;
   const int lane = static_cast<int>(at - token * p.lanes_of_row);
   const bool inside = token < p.num_tokens && lane * 8 < p.width;
@@ -78,6 +81,61 @@ __global__ void __launch_bounds__(kThreads) expand8_kernel(const ExpandParams p)
     if (lane % kLanes == 0) p.rows.scales[lane / kLanes * p.pitch + row] = scale;
     if (p.rows_RD) store16(p.rows_RD + row * p.width + lane * 8, value);
   }
+}
+
+// ---- rows on their way: codes, the exponent of each scale, zeros up to a word of 8 bytes ----
+
+struct PackParams {
+  const bf16* rows_RD;
+  uint8_t* packed;
+  int64_t num_rows;
+  int width, num_tiles, bytes_of_row;  // whole tiles
+};
+
+__global__ void __launch_bounds__(kThreads) pack8_kernel(const PackParams p) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = at / (p.width / 8);
+  const int column = static_cast<int>(at - row * (p.width / 8)) * 8;
+  const bool inside = row < p.num_rows;
+  float v[8], scale;
+  unpack(
+      inside ? __ldcs(reinterpret_cast<const uint4*>(p.rows_RD + row * p.width + column)) : uint4{},
+      v);
+  const uint2 codes = round_tile(v, scale);
+  if (!inside) return;
+  const int64_t begin = row * p.bytes_of_row;
+  store8(p.packed, begin + column, codes);
+  if (column % kFloat8Tile == 0)
+    p.packed[begin + p.width + column / kFloat8Tile] = __float_as_uint(scale) >> 23;
+  if (column == 0)
+    for (int i = p.width + p.num_tiles; i < p.bytes_of_row; ++i) p.packed[begin + i] = 0;
+}
+
+struct UnpackParams {
+  const uint8_t* packed;
+  bf16* rows_RD;
+  int64_t num_rows;
+  int width, bytes_of_row;
+};
+
+__global__ void __launch_bounds__(kThreads) unpack8_kernel(const UnpackParams p) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = at / (p.width / 8);
+  const int column = static_cast<int>(at - row * (p.width / 8)) * 8;
+  if (row >= p.num_rows) return;
+  const uint8_t* from = p.packed + row * p.bytes_of_row;
+  const uint2 codes = __ldcs(reinterpret_cast<const uint2*>(from + column));
+  const float scale =
+      __uint_as_float(static_cast<uint32_t>(from[p.width + column / kFloat8Tile]) << 23);
+  float v[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = i < 2 ? codes.x : codes.y;
+    const float2 pair = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(
+        static_cast<__nv_fp8x2_storage_t>(word >> (i % 2 * 16)), __NV_E4M3)));
+    v[2 * i] = pair.x * scale, v[2 * i + 1] = pair.y * scale;
+  }
+  store16(p.rows_RD + row * p.width + column, packed(v));
 }
 
 // ---- weights ----
@@ -293,9 +351,39 @@ Error expand8(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD, F
                        .pitch = scale_pitch(num_rows),
                        .top_k = static_cast<int>(top_k),
                        .width = static_cast<int>(width),
-                       .lanes_of_row = static_cast<int>(lanes)};
+                       .lanes_of_row = static_cast<unsigned>(lanes)};
   if (num_tokens * width == 0) return nullptr;
+  if (num_tokens * lanes >> 31) return "tokens have fewer than 2^34 numbers in all";
   expand8_kernel<<<num_blocks(num_tokens * lanes), kThreads, 0,
+                   static_cast<cudaStream_t>(stream)>>>(p);
+  return text_of(cudaGetLastError());
+}
+
+Error pack8(const void* rows_RD, void* packed, std::int64_t num_rows, std::int64_t width,
+            Stream stream) {
+  if (width % kFloat8Tile != 0) return "the width of rows that are packed is to be whole tiles";
+  if (num_rows * width == 0) return nullptr;
+  const PackParams p{.rows_RD = static_cast<const bf16*>(rows_RD),
+                     .packed = static_cast<uint8_t*>(packed),
+                     .num_rows = num_rows,
+                     .width = static_cast<int>(width),
+                     .num_tiles = static_cast<int>(width / kFloat8Tile),
+                     .bytes_of_row = static_cast<int>(packed_row_bytes(width))};
+  pack8_kernel<<<num_blocks(num_rows * width / 8), kThreads, 0,
+                 static_cast<cudaStream_t>(stream)>>>(p);
+  return text_of(cudaGetLastError());
+}
+
+Error unpack8(const void* packed, void* rows_RD, std::int64_t num_rows, std::int64_t width,
+              Stream stream) {
+  if (width % kFloat8Tile != 0) return "the width of rows that were packed is to be whole tiles";
+  if (num_rows * width == 0) return nullptr;
+  const UnpackParams p{.packed = static_cast<const uint8_t*>(packed),
+                       .rows_RD = static_cast<bf16*>(rows_RD),
+                       .num_rows = num_rows,
+                       .width = static_cast<int>(width),
+                       .bytes_of_row = static_cast<int>(packed_row_bytes(width))};
+  unpack8_kernel<<<num_blocks(num_rows * width / 8), kThreads, 0,
                    static_cast<cudaStream_t>(stream)>>>(p);
   return text_of(cudaGetLastError());
 }

@@ -247,6 +247,7 @@ Error gate_backward(const Gate& g, const void* x_TD, const void* gate_terms,
   sum_parts<<<static_cast<unsigned>((g.model * layout.padded + 255) / 256), 256, 0, queue>>>(
       p.parts, d_gate_ED, layout.num_parts, g.model, layout.padded, num_experts);
   if ((error = text_of(cudaGetLastError()))) return error;
+  if (!dx_TD) return nullptr;
   // The gate's terms middle, high, high as W1 of one expert, [3 P, D].
   const GroupedExperts one{.num_rows = g.num_tokens,
                            .model = g.model,

@@ -37,6 +37,26 @@ void write_weight_codes(const kernels::WeightCodes& to, const at::Tensor& w) {
                 w.dim() > 2 ? w.size(0) : std::int64_t{1}, w.size(-2), w.size(-1));
 }
 
+at::Tensor pack_float8(const at::Tensor& rows_RD, std::int64_t tile) {
+  const std::int64_t R = rows_RD.size(0), D = rows_RD.size(1);
+  if (tile != kFloat8Tile || rows_RD.scalar_type() != at::kBFloat16)
+    return aten_kernels().pack_float8(rows_RD, tile);
+  const at::Tensor from = aligned(rows_RD), packed_RW = at::empty({R, packed_row_bytes(D) / 8},
+                                                                  from.options().dtype(at::kLong));
+  OnDeviceOf{from}("pack8", pack8, in(from), out(packed_RW), R, D);
+  return packed_RW;
+}
+
+at::Tensor unpack_float8(const at::Tensor& packed_RW, std::int64_t width, std::int64_t tile,
+                         at::ScalarType dtype) {
+  if (tile != kFloat8Tile || dtype != at::kBFloat16)
+    return aten_kernels().unpack_float8(packed_RW, width, tile, dtype);
+  const std::int64_t R = packed_RW.size(0);
+  const at::Tensor rows_RD = at::empty({R, width}, packed_RW.options().dtype(dtype));
+  OnDeviceOf{packed_RW}("unpack8", unpack8, in(packed_RW), out(rows_RD), R, width);
+  return rows_RD;
+}
+
 /// A weight in float8, or its transposed: what was kept, or made now of the one that is wanted.
 struct CodedWeight {
   WeightCodes made;
@@ -58,7 +78,8 @@ class ExpertsCall {
  public:
   ExpertsCall(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& input,
               std::int64_t num_rows)
-      : is_float8_(config.float8_tile > 0),
+      : config_(config),
+        is_float8_(config.float8_tile > 0),
         run_(input.x),
         input_{aligned(input.x), input.ends_e, input.scores_R, input.token_R, input.inverse_TK},
         weights_{aligned(w.w1_eFD),
@@ -129,6 +150,7 @@ class ExpertsCall {
       }
       if (is_float8_) {
         dy_RD = float8_dh(dy, gate_RF, up_RF, act_RF, terms);
+        count_float8_experts(config_, input_, act_RF, dy, gate_RF, up_RF);
       } else {
         dy_RD = at_experts(dy);
         run_("dh", dh, with(d_low2_Rr, l.a2_erF), in(dy_RD), out(gate_RF), out(up_RF), out(act_RF),
@@ -340,6 +362,7 @@ class ExpertsCall {
     return out_TD;
   }
 
+  ExpertsConfig config_;
   bool is_float8_;
   OnDeviceOf run_;
   ExpertsInput input_;
@@ -442,14 +465,21 @@ at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
 }
 
 GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
-                            const at::Tensor& d_logits_TE) {
+                            const at::Tensor& d_logits_TE, bool as_product) {
   const TermsOfGate g(x, gate_ED);
-  if (!g.taken()) return aten_kernels().gate_backward(x, gate_ED, d_logits_TE);
-  GateGradients d{at::empty_like(g.x_TD), at::empty_like(gate_ED)};
+  if (!g.taken()) return aten_kernels().gate_backward(x, gate_ED, d_logits_TE, as_product);
+  GateGradients d{as_product ? at::Tensor() : at::empty_like(g.x_TD), at::empty_like(gate_ED)};
   const at::Tensor workspace = at::empty({gate_workspace(g.gate)}, x.options().dtype(at::kByte));
   OnDeviceOf{x}("gate_backward", cuda::gate_backward, g.gate, in(g.x_TD), in(g.terms),
                 static_cast<const float*>(floats(d_logits_TE)), out(workspace), floats(d.gate_ED),
                 out(d.x_TD));
+  if (as_product) {
+    const std::int64_t num_terms = 3 * padded_experts(g.gate.num_experts);
+    d.rows_TP = workspace.narrow(0, 0, x.size(0) * num_terms * 2)
+                    .view(at::kBFloat16)
+                    .view({x.size(0), num_terms});
+    d.weight_PD = g.terms.flatten(0, 1).narrow(0, num_terms / 3, num_terms);
+  }
   return d;
 }
 
@@ -490,6 +520,8 @@ const KernelTable& hopper_kernels() {
     hopper::add_delta_rule(t);
     t.gate_forward = hopper::gate_forward;
     t.gate_backward = hopper::gate_backward;
+    t.pack_float8 = hopper::pack_float8;
+    t.unpack_float8 = hopper::unpack_float8;
     t.float8_product = hopper::float8_product;
     t.takes_float8_product = hopper::takes_float8_product;
     t.write_weight_codes = hopper::write_weight_codes;

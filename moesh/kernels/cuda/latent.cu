@@ -19,21 +19,22 @@ struct HeadAddress {
 };
 struct LatentParams {
   HeadAddress kv, key, k, v;
-  int64_t size;  // pieces, or of the sum: pieces of the shared key
-  int length, num_heads, num_own, num_shared, num_value;
+  unsigned size;  // pieces, or of the sum: pieces of the shared key
+  unsigned length, num_heads;
+  int num_own, num_shared, num_value;
 };
 
 /// Forward: kv and key to k and v; backward: k and v to kv.
 template <bool kForward>
 __global__ void __launch_bounds__(kThreads) move_heads(const LatentParams p) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const unsigned at = blockIdx.x * kThreads + threadIdx.x;
   if (at >= p.size) return;
   const int num_shared = kForward ? p.num_shared : 0;
-  const int pieces = (p.num_own + num_shared + p.num_value) / 8;
-  const int64_t head_at = at / pieces, token = head_at / p.num_heads;
+  const unsigned pieces = (p.num_own + num_shared + p.num_value) / 8;
+  const unsigned head_at = at / pieces, token = head_at / p.num_heads;
   const int feature = static_cast<int>(at - head_at * pieces) * 8;
-  const int64_t head = head_at - token * p.num_heads, sequence = token / p.length,
-                position = token - sequence * p.length;
+  const unsigned head = head_at - token * p.num_heads, sequence = token / p.length,
+                 position = token - sequence * p.length;
   const auto move = [](bf16* to, bf16* from) {
     kForward ? store16(to, load16(from)) : store16(from, load16(to));
   };
@@ -50,11 +51,11 @@ __global__ void __launch_bounds__(kThreads) move_heads(const LatentParams p) {
 
 /// The gradient of the shared key: the sum over the heads, in order.
 __global__ void __launch_bounds__(kThreads) sum_heads(const LatentParams p) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const unsigned at = blockIdx.x * kThreads + threadIdx.x;
   if (at >= p.size) return;
-  const int pieces = p.num_shared / 8;
-  const int64_t token = at / pieces, sequence = token / p.length,
-                position = token - sequence * p.length;
+  const unsigned pieces = p.num_shared / 8;
+  const unsigned token = at / pieces, sequence = token / p.length,
+                 position = token - sequence * p.length;
   const int feature = static_cast<int>(at - token * pieces) * 8;
   const bf16* k = p.k(sequence, position, 0) + p.num_own + feature;
   float sum[8] = {};
@@ -81,15 +82,19 @@ LatentParams params_of(const Latent& l, int64_t pieces) {
           .key = place(l.key),
           .k = place(l.k),
           .v = place(l.v),
-          .size = l.batch * l.length * pieces,
-          .length = static_cast<int>(l.length),
-          .num_heads = static_cast<int>(l.num_heads),
+          .size = static_cast<unsigned>(l.batch * l.length * pieces),
+          .length = static_cast<unsigned>(l.length),
+          .num_heads = static_cast<unsigned>(l.num_heads),
           .num_own = static_cast<int>(l.num_own),
           .num_shared = static_cast<int>(l.num_shared),
           .num_value = static_cast<int>(l.num_value)};
 }
 
 Error complaint(const Latent& l) {
+  // What is divided has 32 bits: divisions of 64 take longer than the memory.
+  const std::int64_t features = l.num_heads * (l.num_own + l.num_shared + l.num_value);
+  if (l.batch * l.length * (features / 8) >= std::int64_t{1} << 31)
+    return "latent heads have fewer than 2^34 features in all";
   bool fits = l.num_own % 8 == 0 && l.num_shared % 8 == 0 && l.num_value % 8 == 0;
   for (const HeadsAt* h : {&l.kv, &l.key, &l.k, &l.v})
     for (const int64_t stride : h->strides) fits = fits && stride % 8 == 0;

@@ -164,8 +164,9 @@ Error combine(const void* rows_RD, const std::int32_t* inverse_TK, const void* a
               Stream);
 
 struct Sort {
-  const std::int32_t* experts_TK;
-  const float* weight_TK;  // null: score_R is not wanted
+  const std::int64_t* experts_TK;
+  std::int64_t all_experts;  // a choice that is not one of them stops the device
+  const float* weight_TK;    // null: score_R is not wanted
   std::int64_t num_tokens, top_k;
   std::int64_t first_expert, num_experts;  // those that take part; at most 512
   std::int32_t* workspace;                 // sort_workspace numbers
@@ -202,6 +203,8 @@ Error split_gate(const Gate&, const float* gate_ED, void* terms, Stream);
 Error gate_logits(const Gate&, const void* x_TD, const void* terms, float* logits_TE, Stream);
 /// The bytes that gate_backward needs besides its results.
 std::int64_t gate_workspace(const Gate&);
+/// dx_TD null: not wanted. The workspace begins with d(logits) as bf16 terms [T, 3 padded_experts];
+/// times the last three of the gate's they are dx.
 Error gate_backward(const Gate&, const void* x_TD, const void* terms, const float* d_logits_TE,
                     void* workspace, float* d_gate_ED, void* dx_TD, Stream);
 

@@ -175,15 +175,17 @@ __global__ void __launch_bounds__(kThreads)
   out[column] = total;
 }
 
-constexpr int kHeadThreads = 512;
+constexpr int kHeadThreads = 512, kBackThreads = 256;  // of a block; of one of backward
+constexpr int kHeadsAhead = 4, kHeadsBack = 2;         // of a token, read before the first is used
+constexpr int kMaxHeadBlocks = 396;                    // of backward
 
 struct HeadsParams {
   const bf16* x;
   int64_t strides[3];
   const float *weight, *cos, *sin;
-  const int64_t* positions;  // null: token l of a sequence has line l of the table
-  unsigned size;             // heads in all
-  int length, num_heads;
+  const int64_t* positions;       // null: token l of a sequence has line l of the table
+  unsigned num_tokens, num_runs;  // in all; of a token: runs of heads that a group takes at once
+  unsigned length, num_heads;
   int first_turn, num_turns;  // features
   float eps;
   bf16* y;  // of backward: dx
@@ -192,39 +194,52 @@ struct HeadsParams {
   float* terms;  // [blocks, D]
 };
 
-struct HeadPlace {
+/// Heads of one token, `count` of them from `first` on; none past the last token.
+struct HeadRun {
   const bf16* x;
   int64_t line;  // of the table
+  unsigned token, first, count;
 };
 
-__device__ __forceinline__ HeadPlace place_of(const HeadsParams& p, unsigned at) {
-  const unsigned token = at / p.num_heads, head = at - token * p.num_heads;
+template <unsigned kCount>
+__device__ __forceinline__ HeadRun run_of(const HeadsParams& p, unsigned at) {
+  const unsigned token = at / p.num_runs, first = (at - token * p.num_runs) * kCount;
+  if (token >= p.num_tokens) return {p.x, 0, 0, 0, 0};
   const unsigned sequence = token / p.length, position = token - sequence * p.length;
-  return {p.x + sequence * p.strides[0] + position * p.strides[1] + head * p.strides[2],
-          p.positions ? __ldg(p.positions + token) : static_cast<int64_t>(position)};
+  return {p.x + sequence * p.strides[0] + position * p.strides[1],
+          p.positions ? __ldg(p.positions + token) : static_cast<int64_t>(position), token, first,
+          min(kCount, p.num_heads - first)};
 }
 
-/// Turns the features of a head, of which this thread has eight. All threads of the warp call it.
-template <bool kAdjoint>
-__device__ __forceinline__ void turn(const HeadsParams& p, int64_t line, int column,
-                                     float (&v)[8]) {
-  const int at = column - p.first_turn, lanes = p.num_turns / 8;
-  const bool is_first = at >= 0 && at < p.num_turns,
-             is_second = at >= p.num_turns && at < 2 * p.num_turns;
-  const int other_lane = static_cast<int>(threadIdx.x % 32) + (is_first    ? lanes
-                                                               : is_second ? -lanes
-                                                                           : 0);
-  float other[8], cos[8], sin[8];
+/// How eight features turn, which are the same of all heads of a token.
+struct Turn {
+  float cos[8], sin[8];  // sin as it multiplies the other feature of a pair
+  int other_lane;        // which has these
+  bool turns;
+
+  template <bool kAdjoint>
+  __device__ __forceinline__ void load(const HeadsParams& p, int64_t line, int column) {
+    const int at = column - p.first_turn, lanes = p.num_turns / 8;
+    const bool is_first = at >= 0 && at < p.num_turns,
+               is_second = at >= p.num_turns && at < 2 * p.num_turns;
+    turns = is_first || is_second;
+    other_lane = static_cast<int>(threadIdx.x % 32) + (is_first ? lanes : is_second ? -lanes : 0);
+    if (!turns) return;
+    const int64_t angle = line * p.num_turns + (is_first ? at : at - p.num_turns);
+    load_weight(p.cos + angle, 0, cos), load_weight(p.sin + angle, 0, sin);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) other[i] = __shfl_sync(~0u, v[i], other_lane);
-  if (!is_first && !is_second) return;
-  const int64_t angle = line * p.num_turns + (is_first ? at : at - p.num_turns);
-  load_weight(p.cos, static_cast<int>(angle), cos),
-      load_weight(p.sin, static_cast<int>(angle), sin);
+    for (int i = 0; i < 8; ++i) sin[i] = is_first != kAdjoint ? -sin[i] : sin[i];
+  }
+  /// All threads of the warp call it.
+  __device__ __forceinline__ void operator()(float (&v)[8]) const {
+    float other[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    v[i] = v[i] * cos[i] + (is_first != kAdjoint ? -sin[i] : sin[i]) * other[i];
-}
+    for (int i = 0; i < 8; ++i) other[i] = __shfl_sync(~0u, v[i], other_lane);
+    if (!turns) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = v[i] * cos[i] + sin[i] * other[i];
+  }
+};
 
 template <int kLanes>
 __device__ __forceinline__ float lane_sum(float v) {
@@ -233,26 +248,22 @@ __device__ __forceinline__ float lane_sum(float v) {
   return v;
 }
 
-constexpr int kHeadsAhead = 2;  // of a group, which are read before the first is used
-
 template <int kLanes>
-__global__ void __launch_bounds__(kHeadThreads) norm_rope_kernel(const HeadsParams p) {
+__global__ void __launch_bounds__(kHeadThreads, 2) norm_rope_kernel(const HeadsParams p) {
   constexpr unsigned kGroups = kHeadThreads / kLanes;
   const int column = threadIdx.x % kLanes * 8;
-  const unsigned first = blockIdx.x * kGroups * kHeadsAhead + threadIdx.x / kLanes;
-  HeadPlace places[kHeadsAhead];
+  const HeadRun run = run_of<kHeadsAhead>(p, blockIdx.x * kGroups + threadIdx.x / kLanes);
   uint4 held[kHeadsAhead];
 #pragma unroll
-  for (int h = 0; h < kHeadsAhead; ++h) {
-    const unsigned at = first + h * kGroups;
-    places[h] = place_of(p, at < p.size ? at : 0);
-    held[h] = load16(places[h].x + column);
-  }
+  for (unsigned h = 0; h < kHeadsAhead; ++h)
+    held[h] = h < run.count ? load16(run.x + (run.first + h) * p.strides[2] + column) : uint4{};
+  Turn turn;
+  turn.load<false>(p, run.line, column);
   float w[8];
   load_weight(p.weight, column, w);
+  const int64_t at = static_cast<int64_t>(run.token) * p.num_heads + run.first;
 #pragma unroll
-  for (int h = 0; h < kHeadsAhead; ++h) {
-    const unsigned at = first + h * kGroups;
+  for (unsigned h = 0; h < kHeadsAhead; ++h) {
     float v[8], sum = 0.f;
     unpack(held[h], v);
 #pragma unroll
@@ -260,41 +271,52 @@ __global__ void __launch_bounds__(kHeadThreads) norm_rope_kernel(const HeadsPara
     const float r = rsqrtf(lane_sum<kLanes>(sum) / (kLanes * 8) + p.eps);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] *= r * w[i];
-    turn<false>(p, places[h].line, column, v);
-    if (at >= p.size) continue;
-    if (column == 0) p.r_N[at] = r;
-    store16(p.y + static_cast<int64_t>(at) * (kLanes * 8) + column, packed(v));
+    turn(v);
+    if (h >= run.count) continue;
+    if (column == 0) p.r_N[at + h] = r;
+    store16(p.y + (at + h) * (kLanes * 8) + column, packed(v));
   }
 }
 
 /// As norm_backward_kernel, of dy that is turned back.
 template <int kLanes>
-__global__ void __launch_bounds__(kHeadThreads, 2) norm_rope_backward_kernel(const HeadsParams p) {
-  constexpr int kGroups = kHeadThreads / kLanes, kHeadWidth = kLanes * 8;
+__global__ void __launch_bounds__(kBackThreads, 3) norm_rope_backward_kernel(const HeadsParams p) {
+  constexpr unsigned kGroups = kBackThreads / kLanes, kHeadWidth = kLanes * 8;
   __shared__ float sums[kGroups][kHeadWidth];
   const int column = threadIdx.x % kLanes * 8, group = threadIdx.x / kLanes;
   float w[8], d_weight[8] = {};
   load_weight(p.weight, column, w);
-  for (unsigned first = blockIdx.x * kGroups; first < p.size; first += gridDim.x * kGroups) {
-    const unsigned at = first + group;
-    const bool is_head = at < p.size;
-    const HeadPlace place = place_of(p, is_head ? at : 0);
-    const int64_t here = static_cast<int64_t>(at) * kHeadWidth + column;
-    float v[8], g[8], sum = 0.f;
-    unpack(load16(place.x + column), v);
-    unpack(is_head ? load16(p.dy + here) : uint4{}, g);
-    const float r = p.r_N[is_head ? at : 0];
-    turn<true>(p, place.line, column, g);
+  for (unsigned first = blockIdx.x * kGroups; first < p.num_tokens * p.num_runs;
+       first += gridDim.x * kGroups) {
+    const HeadRun run = run_of<kHeadsBack>(p, first + group);
+    const int64_t at = static_cast<int64_t>(run.token) * p.num_heads + run.first;
+    uint4 x[kHeadsBack], dy[kHeadsBack];
+    float r[kHeadsBack];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float term = g[i] * v[i] * r;
-      d_weight[i] += term;
-      sum += term * w[i];
+    for (unsigned h = 0; h < kHeadsBack; ++h) {
+      const bool is_head = h < run.count;
+      x[h] = is_head ? load16(run.x + (run.first + h) * p.strides[2] + column) : uint4{};
+      dy[h] = is_head ? load16(p.dy + (at + h) * kHeadWidth + column) : uint4{};
+      r[h] = is_head ? p.r_N[at + h] : 0.f;
     }
-    const float along = lane_sum<kLanes>(sum) / kHeadWidth;
+    Turn turn;
+    turn.load<true>(p, run.line, column);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = r * (g[i] * w[i] - v[i] * r * along);
-    if (is_head) store16(p.y + here, packed(v));
+    for (unsigned h = 0; h < kHeadsBack; ++h) {
+      float v[8], g[8], sum = 0.f;
+      unpack(x[h], v), unpack(dy[h], g);
+      turn(g);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float term = g[i] * v[i] * r[h];
+        d_weight[i] += term;
+        sum += term * w[i];
+      }
+      const float along = lane_sum<kLanes>(sum) / kHeadWidth;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = r[h] * (g[i] * w[i] - v[i] * r[h] * along);
+      if (h < run.count) store16(p.y + (at + h) * kHeadWidth + column, packed(v));
+    }
   }
   if (!p.terms) return;
 #pragma unroll
@@ -303,7 +325,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) norm_rope_backward_kernel(con
   if (threadIdx.x >= kHeadWidth) return;
   float total = 0.f;
 #pragma unroll 8
-  for (int i = 0; i < kGroups; ++i) total += sums[i][threadIdx.x];
+  for (unsigned i = 0; i < kGroups; ++i) total += sums[i][threadIdx.x];
   p.terms[static_cast<int64_t>(blockIdx.x) * kHeadWidth + threadIdx.x] = total;
 }
 
@@ -361,24 +383,30 @@ Error complaint(const Rope& r) {
   return nullptr;
 }
 
-std::int64_t blocks_for(const Rope& r) {
-  const std::int64_t heads = kHeadThreads / (width_of(r) / 8);  // of a block
-  return (r.batch * r.length * r.num_heads + heads - 1) / heads;
+std::int64_t runs_of(const Rope& r, std::int64_t heads) {
+  return (r.num_heads + heads - 1) / heads;
+}
+std::int64_t blocks_for(const Rope& r, std::int64_t heads, std::int64_t threads) {
+  const std::int64_t groups = threads / (width_of(r) / 8);
+  return (r.batch * r.length * runs_of(r, heads) + groups - 1) / groups;
 }
 std::int64_t backward_blocks(const Rope& r) {
-  return blocks_for(r) < kMaxBlocks ? blocks_for(r) : kMaxBlocks;
+  const std::int64_t blocks = blocks_for(r, kHeadsBack, kBackThreads);
+  return blocks < kMaxHeadBlocks ? blocks : kMaxHeadBlocks;
 }
 
-HeadsParams params_of(const Rope& r, const float* weight, const void* x, void* y) {
+HeadsParams params_of(const Rope& r, std::int64_t heads, const float* weight, const void* x,
+                      void* y) {
   return {.x = static_cast<const bf16*>(x),
           .strides = {r.strides[0], r.strides[1], r.strides[2]},
           .weight = weight,
           .cos = r.cos,
           .sin = r.sin,
           .positions = r.positions,
-          .size = static_cast<unsigned>(r.batch * r.length * r.num_heads),
-          .length = static_cast<int>(r.length),
-          .num_heads = static_cast<int>(r.num_heads),
+          .num_tokens = static_cast<unsigned>(r.batch * r.length),
+          .num_runs = static_cast<unsigned>(runs_of(r, heads)),
+          .length = static_cast<unsigned>(r.length),
+          .num_heads = static_cast<unsigned>(r.num_heads),
           .first_turn = static_cast<int>(r.leading ? 0 : r.num_kept),
           .num_turns = static_cast<int>(r.num_turns),
           .eps = 0.f,
@@ -449,13 +477,12 @@ Error norm_backward(const Norm& n, const void* x, const float* r_N, const void* 
 Error norm_rope(const Rope& r, const float* weight, float eps, const void* x, void* y, float* r_N,
                 Stream stream) {
   if (Error error = complaint(r)) return error;
-  HeadsParams p = params_of(r, weight, x, y);
+  HeadsParams p = params_of(r, kHeadsAhead, weight, x, y);
   p.eps = eps, p.r_N = r_N;
-  if (p.size == 0) return nullptr;
+  const auto num_blocks = static_cast<unsigned>(blocks_for(r, kHeadsAhead, kHeadThreads));
+  if (num_blocks == 0) return nullptr;
   with_lanes(width_of(r), [&](auto lanes) {
-    norm_rope_kernel<lanes>
-        <<<static_cast<unsigned>((blocks_for(r) + kHeadsAhead - 1) / kHeadsAhead), kHeadThreads, 0,
-           static_cast<cudaStream_t>(stream)>>>(p);
+    norm_rope_kernel<lanes><<<num_blocks, kHeadThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
   });
   return text_of(cudaGetLastError());
 }
@@ -467,14 +494,14 @@ Error norm_rope_backward(const Rope& r, const float* weight, const void* x, cons
                          Stream stream) {
   if (Error error = complaint(r)) return error;
   const auto queue = static_cast<cudaStream_t>(stream);
-  HeadsParams p = params_of(r, weight, x, dx);
+  HeadsParams p = params_of(r, kHeadsBack, weight, x, dx);
   p.r_N = const_cast<float*>(r_N), p.dy = static_cast<const bf16*>(dy);
   p.terms = d_weight ? workspace : nullptr;
   const std::int64_t num_blocks = backward_blocks(r);
   if (num_blocks > 0)
     with_lanes(width_of(r), [&](auto lanes) {
       norm_rope_backward_kernel<lanes>
-          <<<static_cast<unsigned>(num_blocks), kHeadThreads, 0, queue>>>(p);
+          <<<static_cast<unsigned>(num_blocks), kBackThreads, 0, queue>>>(p);
     });
   if (d_weight) add_terms(workspace, num_blocks, width_of(r), d_weight, queue);
   return text_of(cudaGetLastError());

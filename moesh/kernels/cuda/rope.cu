@@ -16,9 +16,10 @@ struct RopeParams {
   const float *cos, *sin;
   const int64_t* positions;  // null: token l of a sequence has line l of the table
   int64_t strides[3], y_strides[3];
-  int64_t size;                     // pieces in all
-  int pieces;                       // of a head: those that turn, then those that stay
-  int length, num_heads, num_kept;  // features that stay
+  unsigned size;    // pieces in all
+  unsigned pieces;  // of a head: those that turn, then those that stay
+  unsigned length, num_heads;
+  int num_kept;  // features that stay
   int num_turns;
   bool leading;
   float sign;  // -1: the adjoint
@@ -33,14 +34,12 @@ __device__ __forceinline__ void load_floats(const float* from, float (&v)[8]) {
 /// A thread copies 8 features, or turns 8 pairs. Pairs lie side by side, or `num_turns` apart.
 template <bool kPairsIn, bool kPairsOut>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeParams p) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const unsigned at = blockIdx.x * kThreads + threadIdx.x;
   if (at >= p.size) return;
-  const int64_t head_at = at / p.pieces;
+  const unsigned head_at = at / p.pieces, token = head_at / p.num_heads,
+                 head = head_at - token * p.num_heads, sequence = token / p.length,
+                 position = token - sequence * p.length;
   const int piece = static_cast<int>(at - head_at * p.pieces);
-  const int64_t token = head_at / p.num_heads;
-  const int head = static_cast<int>(head_at - token * p.num_heads);
-  const int64_t sequence = token / p.length;
-  const int position = static_cast<int>(token - sequence * p.length);
   const bf16* x = p.x + sequence * p.strides[0] + position * p.strides[1] + head * p.strides[2];
   bf16* y = p.y + sequence * p.y_strides[0] + position * p.y_strides[1] + head * p.y_strides[2];
   const int turn = piece * 8, first_turn = p.leading ? 0 : p.num_kept;
@@ -94,6 +93,8 @@ Error rope(const Rope& r, const void* x, void* y, Stream stream) {
   if (is_in_place && (turning > 32 || (turning & (turning - 1)) != 0))
     return "a rotation in place takes 8 times a power of two frequencies, at most 256";
   const std::int64_t pieces = turning + (is_in_place ? 0 : r.num_kept / 8);
+  if (r.batch * r.length * r.num_heads * pieces >> 31)
+    return "a rotation takes fewer than 2^34 features";
   RopeParams p{.x = static_cast<const bf16*>(x),
                .y = static_cast<bf16*>(y),
                .cos = r.cos,
@@ -101,10 +102,10 @@ Error rope(const Rope& r, const void* x, void* y, Stream stream) {
                .positions = r.positions,
                .strides = {r.strides[0], r.strides[1], r.strides[2]},
                .y_strides = {r.length * r.num_heads * width, r.num_heads * width, width},
-               .size = r.batch * r.length * r.num_heads * pieces,
-               .pieces = static_cast<int>(pieces),
-               .length = static_cast<int>(r.length),
-               .num_heads = static_cast<int>(r.num_heads),
+               .size = static_cast<unsigned>(r.batch * r.length * r.num_heads * pieces),
+               .pieces = static_cast<unsigned>(pieces),
+               .length = static_cast<unsigned>(r.length),
+               .num_heads = static_cast<unsigned>(r.num_heads),
                .num_kept = static_cast<int>(r.num_kept),
                .num_turns = static_cast<int>(r.num_turns),
                .leading = r.leading,

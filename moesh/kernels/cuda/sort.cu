@@ -23,8 +23,8 @@ int blocks_of(const Sort& s) {
 /// Choice `index` as a number among the experts that take part; -1: not one of them.
 __device__ int expert_of(const SortParams& p, int index) {
   if (index >= p.num_choices) return -1;
-  const int expert = p.sort.experts_TK[index] - static_cast<int>(p.sort.first_expert);
-  return expert >= 0 && expert < p.sort.num_experts ? expert : -1;
+  const int64_t expert = p.sort.experts_TK[index] - p.sort.first_expert;
+  return expert >= 0 && expert < p.sort.num_experts ? static_cast<int>(expert) : -1;
 }
 
 /// Adds a warp's choices to its counts; returns how many of the same expert came before this
@@ -50,6 +50,12 @@ __device__ void count_block(const SortParams& p, int (*counts)[kMaxExperts]) {
 
 __global__ void __launch_bounds__(kThreads) count(const SortParams p) {
   __shared__ int counts[kWarps][kMaxExperts];
+  for (int i = threadIdx.x; i < kPerBlock; i += kThreads) {
+    const int index = blockIdx.x * kPerBlock + i;
+    if (index >= p.num_choices) break;
+    const int64_t expert = p.sort.experts_TK[index];
+    if (expert < 0 || expert >= p.sort.all_experts) __trap();
+  }
   count_block(p, counts);
   for (int e = threadIdx.x; e < p.sort.num_experts; e += kThreads) {
     int sum = 0;

@@ -1,5 +1,5 @@
-// AdamW and the sum of squares over lists of tensors. A list is cut into chunks of one size, which
-// the blocks take in turn: each finds the tensor of its chunk by bisection.
+// AdamW, casts and the sum of squares over lists of tensors. A list is cut into chunks of one size,
+// which the blocks take in turn: each finds the tensor of its chunk by bisection.
 
 #include <cuda_bf16.h>
 
@@ -118,6 +118,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// Loads of a chunk that are on their way before the first is used: all.
+constexpr int kLoads = kChunk / (4 * kThreads);
+
+__global__ void __launch_bounds__(kThreads)
+    narrow_kernel(const __grid_constant__ List<NarrowTensor> list) {
+  for (int chunk = blockIdx.x; chunk < list.ends[list.num_tensors - 1]; chunk += gridDim.x) {
+    int64_t begin;
+    const NarrowTensor t = list.tensors[tensor_of(list, chunk, begin)];
+    auto* to = static_cast<__nv_bfloat16*>(t.to);
+    if (begin + kChunk <= t.size) {
+      float4 v[kLoads];
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k)
+        v[k] = load_four(t.from, false, begin + (k * kThreads + threadIdx.x) * 4);
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k)
+        *reinterpret_cast<uint2*>(to + begin + (k * kThreads + threadIdx.x) * 4) = narrowed(v[k]);
+      continue;
+    }
+    for (int64_t i = begin + threadIdx.x; i < t.size; i += kThreads)
+      to[i] = __float2bfloat16_rn(t.from[i]);
+  }
+}
+
 /// The sum over the threads of a block, in a fixed order; thread 0 has it.
 __device__ __forceinline__ double block_sum(double v) {
   __shared__ double warps[kThreads / 32];
@@ -131,19 +155,36 @@ __device__ __forceinline__ double block_sum(double v) {
   return sum;
 }
 
+__device__ __forceinline__ double squares_of(float4 v) {
+  return static_cast<double>(v.x) * v.x + static_cast<double>(v.y) * v.y +
+         static_cast<double>(v.z) * v.z + static_cast<double>(v.w) * v.w;
+}
+
+/// For a chunk that is whole.
+template <bool kNarrow>
+__device__ __forceinline__ void add_chunk(double& sum, const void* data, int64_t begin) {
+  float4 v[kLoads];
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k)
+    v[k] = load_four(data, kNarrow, begin + (k * kThreads + threadIdx.x) * 4);
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) sum += squares_of(v[k]);
+}
+
 __global__ void __launch_bounds__(kThreads)
     squares_kernel(const __grid_constant__ List<SquaresTensor> list, double* terms) {
   double sum = 0;
   for (int chunk = blockIdx.x; chunk < list.ends[list.num_tensors - 1]; chunk += gridDim.x) {
     int64_t begin;
     const SquaresTensor t = list.tensors[tensor_of(list, chunk, begin)];
-#pragma unroll
+    if (begin + kChunk <= t.size) {
+      t.is_narrow ? add_chunk<true>(sum, t.data, begin) : add_chunk<false>(sum, t.data, begin);
+      continue;
+    }
     for (int k = 0; k < kChunk / (4 * kThreads); ++k) {
       const int64_t i = begin + (k * kThreads + threadIdx.x) * 4;
       if (i + 4 <= t.size) {
-        const float4 v = load_four(t.data, t.is_narrow, i);
-        sum += static_cast<double>(v.x) * v.x + static_cast<double>(v.y) * v.y +
-               static_cast<double>(v.z) * v.z + static_cast<double>(v.w) * v.w;
+        sum += squares_of(load_four(t.data, t.is_narrow, i));
       } else {
         for (int64_t j = i; j < t.size; ++j) {
           const double v = load_one(t.data, t.is_narrow, j);
@@ -190,6 +231,12 @@ Error adamw(const AdamWStep& step, const AdamWTensor* tensors, std::int64_t num_
             Stream stream) {
   return in_lists(tensors, num_tensors, [&](const List<AdamWTensor>& list, std::int64_t) {
     adamw_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list, step);
+  });
+}
+
+Error narrow(const NarrowTensor* tensors, std::int64_t num_tensors, Stream stream) {
+  return in_lists(tensors, num_tensors, [&](const List<NarrowTensor>& list, std::int64_t) {
+    narrow_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list);
   });
 }
 

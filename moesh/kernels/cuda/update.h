@@ -23,6 +23,14 @@ struct AdamWStep {
 /// AdamW of kernels/update.h.
 Error adamw(const AdamWStep&, const AdamWTensor* tensors, std::int64_t num_tensors, Stream);
 
+struct NarrowTensor {  // both 16-byte aligned
+  const float* from;
+  void* to;
+  std::int64_t size;
+};
+/// float32 to bf16, rounded to the nearest.
+Error narrow(const NarrowTensor* tensors, std::int64_t num_tensors, Stream);
+
 struct SquaresTensor {
   const void* data;  // 16-byte aligned
   std::int64_t size;

@@ -135,9 +135,14 @@ ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeig
   const KernelTable& table = of_accelerator_for(config, weights);
   ExpertsOutput out = table.experts_forward(config, weights, input);
   if (!is_own(table)) return out;
-  const ExpertsWork work = work_of_experts(out.saved.gate_RF.size(0), weights.w1_eFD);
+  const bool is_float8 = config.float8_tile > 0;
+  const ExpertsWork work =
+      work_of_experts(out.saved.gate_RF.size(0), weights.w1_eFD, is_float8 ? input.x.size(0) : 0);
   note_work(work.up), note_work(work.down);
-  if (input.token_R.defined()) note_work(work.move), note_work(work.move);
+  if (is_float8) note_work(work.codes_of_x), note_work(work.codes_of_hidden);
+  if (is_float8 && !weights.codes.defined()) note_work(work.codes_of_weights);
+  if (input.token_R.defined()) note_work(work.move);
+  if (input.token_R.defined() && !is_float8) note_work(work.move);
   // LoRA's products are passes over the rows; the hidden states are as wide as the gates.
   if (weights.lora.a13_erD.defined()) note_pass({input.x, out.saved.low13_Rr});
   if (weights.lora.a2_erF.defined()) note_pass({out.saved.gate_RF, out.saved.low2_Rr});
@@ -146,7 +151,9 @@ ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeig
 ExpertsGradients accelerator_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                       ExpertsSaved saved, const at::Tensor& dy) {
   const KernelTable& table = of_accelerator_for(config, weights);
-  const ExpertsWork work = work_of_experts(saved.gate_RF.size(0), weights.w1_eFD);
+  const bool is_float8 = config.float8_tile > 0;
+  const ExpertsWork work =
+      work_of_experts(saved.gate_RF.size(0), weights.w1_eFD, is_float8 ? saved.input.x.size(0) : 0);
   const bool moves_rows = saved.input.token_R.defined();
   const at::Tensor x = saved.input.x, gate_RF = saved.gate_RF;
   ExpertsGradients d = table.experts_backward(config, weights, std::move(saved), dy);
@@ -156,7 +163,9 @@ ExpertsGradients accelerator_backward(const ExpertsConfig& config, const Experts
     if (moves_rows) note_work(work.move);
   };
   note_work(work.dh), note_work(work.dx);
-  if (moves_rows) note_work(work.move), note_work(work.move);
+  if (is_float8) note_work(work.codes_of_dy), note_work(work.codes_of_d_hidden);
+  if (is_float8 && !weights.codes.defined()) note_work(work.codes_of_weights);
+  if (moves_rows) note_work(work.move), note_work(is_float8 ? work.write_rows : work.move);
   if (weights.lora.any()) {  // the weights themselves are frozen
     if (weights.lora.a13_erD.defined()) note_pass({gate_RF, gate_RF}), note_pass({x});
     if (weights.lora.a2_erF.defined()) note_pass({dy}), note_pass({gate_RF});
@@ -172,25 +181,43 @@ ExpertsGradients accelerator_backward(const ExpertsConfig& config, const Experts
   };
   return d;
 }
+at::Tensor pack_float8(const at::Tensor& rows_RD, std::int64_t tile) {
+  const at::Tensor packed_RW = of_accelerator().pack_float8(rows_RD, tile);
+  if (is_own(of_accelerator())) note_pass({rows_RD, packed_RW});
+  return packed_RW;
+}
+at::Tensor unpack_float8(const at::Tensor& packed_RW, std::int64_t width, std::int64_t tile,
+                         at::ScalarType dtype) {
+  const at::Tensor rows_RD = of_accelerator().unpack_float8(packed_RW, width, tile, dtype);
+  if (is_own(of_accelerator())) note_pass({packed_RW, rows_RD});
+  return rows_RD;
+}
 bool takes_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {
   const KernelTable& table = of_accelerator();
   return is_own(table) && table.takes_float8_product(rows_MK, w_KN, tile);
 }
-at::Tensor noted_product(const at::Tensor& rows, const at::Tensor& w, at::Tensor y) {
-  const double flops = 2 * static_cast<double>(rows.numel()) * static_cast<double>(y.size(1));
-  note_work({WorkKind::dense, flops, static_cast<double>(rows.nbytes() + w.nbytes() + y.nbytes())});
+// The rows are rounded for every product.
+at::Tensor noted_product(const at::Tensor& rows, const at::Tensor& y) {
+  const auto codes = static_cast<double>(rows.numel()), width = static_cast<double>(y.size(1)),
+             of_weight = static_cast<double>(rows.size(1)) * width;
+  note_work({WorkKind::pass, 0, static_cast<double>(rows.nbytes()) + codes});
+  note_work({WorkKind::float8_dense, 2 * codes * width,
+             codes + of_weight + static_cast<double>(y.nbytes())});
   return y;
 }
 at::Tensor accelerator_float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN,
                                       std::int64_t tile) {
-  return noted_product(rows_MK, w_KN, of_accelerator().float8_product(rows_MK, w_KN, tile));
+  const auto numbers = static_cast<double>(w_KN.numel());
+  note_work({WorkKind::large_pass, 0, static_cast<double>(w_KN.nbytes()) + numbers});
+  return noted_product(rows_MK, of_accelerator().float8_product(rows_MK, w_KN, tile));
 }
 at::Tensor accelerator_float8_product_with(const at::Tensor& rows, const WeightCodes& w,
                                            bool transposed) {
-  return noted_product(rows, w.codes, of_accelerator().float8_product_with(rows, w, transposed));
+  return noted_product(rows, of_accelerator().float8_product_with(rows, w, transposed));
 }
 void write_weight_codes(const WeightCodes& to, const at::Tensor& w) {
-  note_pass({w, to.codes, to.transposed});
+  note_work({WorkKind::pass_of_step, 0,
+             static_cast<double>(w.nbytes() + to.codes.nbytes() + to.transposed.nbytes())});
 }
 
 // The gate has three bfloat16 terms in forward; in backward d(logits) has two, for both products.
@@ -206,9 +233,9 @@ at::Tensor accelerator_gate_forward(const at::Tensor& x_TD, const at::Tensor& ga
   return of_accelerator().gate_forward(x_TD, gate_ED);
 }
 GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
-                                        const at::Tensor& d_logits_TE) {
+                                        const at::Tensor& d_logits_TE, bool as_product) {
   note_gate(x_TD, gate_ED, 2), note_gate(x_TD, gate_ED, 2);
-  return of_accelerator().gate_backward(x_TD, gate_ED, d_logits_TE);
+  return of_accelerator().gate_backward(x_TD, gate_ED, d_logits_TE, as_product);
 }
 
 // As DeltaNet::flops counts them.
@@ -338,6 +365,7 @@ const KernelTable& meta_kernels() {
     t.experts_forward = meta::accelerator_forward;
     t.experts_backward = meta::accelerator_backward;
     t.experts_take_float8 = true;
+    t.pack_float8 = meta::pack_float8, t.unpack_float8 = meta::unpack_float8;
     t.float8_product = meta::accelerator_float8_product;
     t.takes_float8_product = meta::takes_float8_product;
     t.float8_product_with = meta::accelerator_float8_product_with;

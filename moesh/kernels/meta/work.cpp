@@ -37,7 +37,8 @@ void note_pass(std::initializer_list<at::Tensor> tensors) {
   note_work({WorkKind::pass, 0, bytes});
 }
 
-ExpertsWork work_of_experts(std::int64_t num_rows, const at::Tensor& w1_eFD) {
+ExpertsWork work_of_experts(std::int64_t num_rows, const at::Tensor& w1_eFD,
+                            std::int64_t num_tokens) {
   const auto R = static_cast<double>(num_rows), e = static_cast<double>(w1_eFD.size(0)),
              F = static_cast<double>(w1_eFD.size(1)), D = static_cast<double>(w1_eFD.size(2));
   // A product of all rows with `num` of the three matrices of an expert; `numbers` is what else it
@@ -46,13 +47,33 @@ ExpertsWork work_of_experts(std::int64_t num_rows, const at::Tensor& w1_eFD) {
     return KernelWork{WorkKind::experts, 2 * num * R * D * F, kSize * (numbers + num * e * D * F),
                       2 * num * kHalfSlab * e * D * F};
   };
-  return {.up = product(2, R * D + 3 * R * F),  // x; gate, up, hidden
-          .down = product(1, R * F + R * D),
-          .dh = product(1, kEpilogueBytes * (R * D + 5 * R * F)),  // dy; gate, up twice; hidden
-          .dx = product(2, 2 * R * F + R * D),
-          .dw2 = product(1, R * F + R * D),
-          .dw13 = product(2, 2 * R * F + R * D),
-          .move = {WorkKind::rows, 0, 2 * kSize * R * D}};
+  ExpertsWork work{
+      .up = product(2, R * D + 3 * R * F),  // x; gate, up, hidden
+      .down = product(1, R * F + R * D),
+      .dh = product(1, kEpilogueBytes * (R * D + 5 * R * F)),  // dy; gate, up twice; hidden
+      .dx = product(2, 2 * R * F + R * D),
+      .dw2 = product(1, R * F + R * D),
+      .dw13 = product(2, 2 * R * F + R * D),
+      .move = {WorkKind::rows, 0, 2 * kSize * R * D}};
+  if (num_tokens == 0) return work;
+  // Codes and weights are of one byte.
+  const auto float8 = [&](double num, double codes, double numbers) {
+    return KernelWork{WorkKind::float8_experts, 2 * num * R * D * F,
+                      codes + num * e * D * F + kSize * numbers, 2 * num * kHalfSlab * e * D * F};
+  };
+  work.up = float8(2, R * D, 2 * R * F), work.down = float8(1, R * F, R * D);
+  work.dh = float8(1, R * D, R * F), work.dx = float8(2, 2 * R * F, R * D);
+  // A token is read from memory once, for all of its experts.
+  const double tokens = kSize * static_cast<double>(num_tokens) * D;
+  work.move.bytes = tokens + kSize * R * D;
+  const auto pass = [](WorkKind kind, double bytes) { return KernelWork{kind, 0, bytes}; };
+  work.codes_of_x = pass(WorkKind::rows, tokens + R * D);
+  work.codes_of_dy = pass(WorkKind::rows, tokens + R * D);
+  work.write_rows = pass(WorkKind::rows, kSize * R * D);
+  work.codes_of_hidden = pass(WorkKind::rows, 2 * kSize * R * F + R * F);
+  work.codes_of_d_hidden = pass(WorkKind::rows, 6 * kSize * R * F + 2 * R * F);  // and the hidden
+  work.codes_of_weights = pass(WorkKind::large_pass, (kSize + 1) * 3 * e * D * F);
+  return work;
 }
 
 double num_scores(const AttentionShape& s) {

@@ -12,8 +12,10 @@ namespace moesh::kernels::meta {
 
 /// Kernels that reach different speeds.
 enum class WorkKind {
-  experts,           // a product of each expert's rows
-  dense,             // a product of two matrices
+  experts,         // a product of each expert's rows
+  dense,           // a product of two matrices
+  float8_experts,  // the same two, of codes of float8
+  float8_dense,
   attention,         // heads of more than 64 features
   narrow_attention,  // heads of up to 64 features
   window_attention,  // a window of up to 128 keys
@@ -21,6 +23,7 @@ enum class WorkKind {
   delta_rule,        // Gated DeltaNet
   rows,              // a pass over rows, to or from their experts
   large_pass,        // over many parameters at once
+  pass_of_step,      // over parameters, in the first micro-batch of a step only
   pass,              // another pass over memory
 };
 
@@ -50,13 +53,18 @@ double num_scores(const AttentionShape& shape);
 void note_attention(const AttentionShape& shape, bool is_backward);
 
 /// The kernels of the experts of a rank, for rows that spread evenly over them: six products, and
-/// the rows once from tokens to experts or back.
+/// the rows once from tokens to experts or back. In float8 also the passes that make codes.
 struct ExpertsWork {
   KernelWork up, down;           // forward
   KernelWork dh, dx, dw2, dw13;  // backward
   KernelWork move;
+  KernelWork codes_of_x, codes_of_hidden, codes_of_dy, codes_of_d_hidden;
+  KernelWork write_rows;        // besides their codes, where dy goes from tokens to experts
+  KernelWork codes_of_weights;  // for one direction, where they are not kept
 };
-ExpertsWork work_of_experts(std::int64_t num_rows, const at::Tensor& w1_eFD);
+/// `num_tokens` rows are rounded for `num_rows` at their experts; 0: no product is in float8.
+ExpertsWork work_of_experts(std::int64_t num_rows, const at::Tensor& w1_eFD,
+                            std::int64_t num_tokens = 0);
 
 /// A pass over these: each is read or written once.
 void note_pass(std::initializer_list<at::Tensor> tensors);

@@ -218,6 +218,36 @@ function meanEntropy() {
   });
 }
 
+const FLOAT8 = ['experts', 'dense'].flatMap(
+    (of) => ['activations', 'gradients', 'weights'].map((what) => `${of}.${what}`));
+
+// What float8 rounds to 0, of all layers the most: a line for each kind of number. Not every step
+// counts.
+function float8Zeros() {
+  const series = [];
+  for (const run of visibleRuns())
+    for (const [i, what] of FLOAT8.entries()) {
+      const layers = run.names(`float8.${what}.zeros.`).map((n) => run.columns[n]);
+      if (!layers.length) continue;
+      const all = run.x(state.axis), xs = [], ys = [];
+      all.forEach((x, i) => {
+        const shares = layers.map((l) => l[i]).filter((y) => !Number.isNaN(y));
+        if (!shares.length) return;
+        xs.push(x);
+        ys.push(Math.max(...shares));
+      });
+      series.push({
+        label: `${run.name} ${what.replace('.', ' ')}`,
+        color: visibleRuns().length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
+        dash: DASHES[i % DASHES.length],
+        points: ys.length <= 200,
+        xs,
+        ys
+      });
+    }
+  return series;
+}
+
 // A chart of one column of the runs.
 const curve = (name, title, unit, more = {}) =>
     ({id: name, title, unit, series: () => ofRuns({name}), ...more});
@@ -281,6 +311,13 @@ const CHARTS = [
   curve(
       'bias_range', 'Range of the expert bias', 'largest less least, worst layer',
       {id: 'bias', zero: true}),
+  {
+    id: 'float8',
+    title: 'Made 0 by float8',
+    unit: 'share of the numbers, worst layer',
+    series: float8Zeros,
+    zero: true
+  },
 ];
 
 function short(x) {

@@ -1,6 +1,6 @@
 // Written by tools/make_unicode_tables.py with tokenizers 0.23.3.
 
-#include "moesh/tokenizer/unicode_tables.h"
+#include "moesh/tokenizer/code_points.h"
 
 #include <iterator>
 

@@ -10,7 +10,6 @@
 #include <set>
 
 #include "moesh/base/log.h"
-#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/options.h"

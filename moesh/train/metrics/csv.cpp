@@ -33,15 +33,15 @@ std::string text_of(double x) {
   return {text, std::to_chars(text, text + sizeof text, x).ptr};
 }
 
-using Row = std::vector<std::pair<std::string, std::string>>;
+using CsvRow = std::vector<std::pair<std::string, std::string>>;
 
-Row row_of(const StepRecord& r, const std::vector<std::string>& validation_names) {
-  Row row{{"step", std::to_string(r.step)},
-          {"time", text_of(r.time)},
-          {"tokens", std::to_string(r.num_tokens)},
-          {"tokens_total", std::to_string(r.num_tokens_all)},
-          {"loss", text_of(r.loss)},
-          {"total_loss", text_of(r.total_loss)}};
+CsvRow row_of(const StepRecord& r, const std::vector<std::string>& validation_names) {
+  CsvRow row{{"step", std::to_string(r.step)},
+             {"time", text_of(r.time)},
+             {"tokens", std::to_string(r.num_tokens)},
+             {"tokens_total", std::to_string(r.num_tokens_all)},
+             {"loss", text_of(r.loss)},
+             {"total_loss", text_of(r.total_loss)}};
   for (std::size_t i = 0; i < r.auxiliary.size(); ++i)
     row.emplace_back(kAuxiliaryNames[i], text_of(r.auxiliary[i]));
   row.insert(row.end(), {{"grad_norm", text_of(r.grad_norm)},
@@ -78,7 +78,7 @@ Row row_of(const StepRecord& r, const std::vector<std::string>& validation_names
   return row;
 }
 
-std::string line_of(const Row& row, bool is_header) {
+std::string line_of(const CsvRow& row, bool is_header) {
   std::string line;
   for (const auto& [name, value] : row)
     line += (line.empty() ? "" : ",") + (is_header ? quoted(name) : value);

@@ -64,6 +64,20 @@ void add_experts(JsonObject& object, const StepRecord& r) {
   if (!r.counts_E.empty()) object.emplace_back("expert_counts", layers(r.counts_E, counts_of));
 }
 
+// {"experts": {"activations": {"zeros": [..], "largest": [..]}, ..}, ..}
+void add_float8(JsonObject& object, const StepRecord& r) {
+  const auto share = [](double x) { return rounded(x, 4); };
+  JsonObject all;
+  for (const Float8Share& f : r.float8) {
+    if (all.empty() || all.back().first != f.products)
+      all.emplace_back(f.products, JsonValue{JsonObject{}});
+    std::get<JsonObject>(all.back().second.value)
+        .emplace_back(f.numbers, JsonValue{JsonObject{{"zeros", layers(f.zeros, share)},
+                                                      {"largest", layers(f.largest, share)}}});
+  }
+  if (!all.empty()) object.emplace_back("float8", JsonValue{std::move(all)});
+}
+
 }  // namespace
 
 JsonObject to_json(const StepRecord& r) {
@@ -96,6 +110,7 @@ JsonObject to_json(const StepRecord& r) {
     object.emplace_back("sent", JsonValue{std::move(sent)});
   }
   add_experts(object, r);
+  add_float8(object, r);
   if (!r.validation.empty()) {
     JsonObject losses;
     for (const ValidationLoss& v : r.validation) {

@@ -32,6 +32,25 @@ ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E) {
   return load;
 }
 
+std::vector<Float8Share> float8_shares(const at::Tensor& counts) {
+  std::vector<Float8Share> all;
+  if (!counts.defined()) return all;
+  constexpr const char *kProducts[] = {"experts", "dense"},
+                       *kNumbers[] = {"activations", "gradients", "weights"};
+  for (std::int64_t p = 0; p < 2; ++p)
+    for (std::int64_t n = 0; n < 3; ++n) {
+      const at::Tensor found = counts.select(1, p).select(1, n).to(at::kDouble);  // [layers, 3]
+      if (found.select(1, 0).sum().item<double>() == 0) continue;
+      const auto share = [&](std::int64_t place) {
+        const at::Tensor shares = found.select(1, place).div(found.select(1, 0)).contiguous();
+        const auto* first = shares.const_data_ptr<double>();
+        return std::vector<double>(first, first + shares.numel());
+      };
+      all.push_back({kProducts[p], kNumbers[n], share(1), share(2)});
+    }
+  return all;
+}
+
 Scalars scalars_of(const StepRecord& r) {
   Scalars all{{"loss_metrics/global_avg_loss", r.loss},
               {"loss_metrics/total_loss", r.total_loss},
@@ -64,6 +83,13 @@ Scalars scalars_of(const StepRecord& r) {
   for (std::size_t l = 0; l < r.bias.size(); ++l)
     all.emplace_back("experts/bias_range/layer_" + std::to_string(l),
                      r.bias[l].largest - r.bias[l].least);
+  for (const Float8Share& f : r.float8)
+    for (const auto& [name, shares] : {std::pair("zeros", &f.zeros), {"largest", &f.largest}})
+      for (std::size_t l = 0; l < shares->size(); ++l)
+        if (!std::isnan((*shares)[l]))
+          all.emplace_back(
+              detail::concat("float8/", f.products, "/", f.numbers, "/", name, "/layer_", l),
+              (*shares)[l]);
   all.emplace_back("skipped", r.skipped ? 1 : 0);
   for (const ValidationLoss& v : r.validation) {
     all.emplace_back("validation_metrics/loss/" + v.name, v.loss);

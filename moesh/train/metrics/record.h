@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "moesh/base/sections.h"
+#include "moesh/base/timeline.h"
 #include "moesh/train/step.h"
 
 namespace moesh::train {
@@ -23,6 +23,16 @@ struct ExpertLoad {
   std::vector<double> entropy = {};  // of each layer, in nats: ln(experts) where all have the same
 };
 ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E);
+
+/// The shares of numbers that rounding to float8 makes 0, and that get a code of the largest
+/// magnitude, layer by layer; NaN: nothing is in float8 there.
+struct Float8Share {
+  const char* products;  // experts, dense
+  const char* numbers;   // activations, gradients, weights
+  std::vector<double> zeros, largest;
+};
+/// From the counts of a step (fsdp/float8_counts.h); none where they are undefined.
+std::vector<Float8Share> float8_shares(const at::Tensor& counts);
 
 /// The loss on one file that is not trained on.
 struct ValidationLoss {
@@ -60,8 +70,9 @@ struct StepRecord {
   ExpertLoad experts = {};
   std::vector<BiasRange> bias = {};  // of each MoE layer
   std::vector<at::Tensor> counts_E =
-      {};                // of each MoE layer, int64, on the host; where they are due
-  bool skipped = false;  // nothing has moved
+      {};  // of each MoE layer, int64, on the host; where they are due
+  std::vector<Float8Share> float8 = {};         // where they were counted
+  bool skipped = false;                         // nothing has moved
   std::vector<ValidationLoss> validation = {};  // after the step, where one was due
 
   /// The share of what was read: below 1 with a loss mask, at the ends of documents, and with

@@ -1,4 +1,50 @@
 #pragma once
+// The folder of a run, and the files in it that grow with each step.
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "moesh/config/config.h"
+
+namespace moesh::train {
+
+// A file of metrics: what is written is there before the next step begins, and a full disk does not
+// stop a run.
+
+class AppendFile {
+ public:
+  AppendFile() = default;
+  /// Opens it, or creates it; throws Error (storage) where that cannot be.
+  explicit AppendFile(const std::filesystem::path& path);
+  ~AppendFile();
+  AppendFile(AppendFile&& other) noexcept;
+  AppendFile& operator=(AppendFile&& other) noexcept;
+
+  /// False where other runs hold it; free when this object or the process ends. A file system
+  /// without locks gives no such protection.
+  bool lock();
+  /// Whether the open file is still the one that has the name.
+  bool has_name() const;
+  /// At the end of the file. False where it cannot be: the first time that is logged with the step,
+  /// as is at the end how many were lost. Part of the bytes may be there.
+  bool write(std::string_view bytes, std::int64_t step);
+  /// The same, of a whole line: one that could not be written to its end gets one.
+  void write_line(const std::string& line, std::int64_t step);
+  /// Says how many records were lost, if any were.
+  void finish();
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  int file_ = -1;
+  std::int64_t num_lost_ = 0;
+  bool is_cut_off_ = false;  // the last line in the file has no end
+};
+
 // The folder of a run, metrics.folder:
 //   metrics.jsonl   a line for each step           config.toml    what the run was asked to do
 //   starts.jsonl    a line for each start: when, where, with which versions, mesh and configuration
@@ -6,15 +52,6 @@
 //   trace-steps-10-12.json                         of the steps that profile.steps names
 //   replaced.jsonl  lines of steps that a run took once more, from a checkpoint
 //   earlier/0001/   the same of the run that was here before
-
-#include <chrono>
-#include <filesystem>
-#include <optional>
-
-#include "moesh/config/config.h"
-#include "moesh/train/metrics/append_file.h"
-
-namespace moesh::train {
 
 inline double seconds_since_1970() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();

@@ -9,7 +9,6 @@
 
 #include "moesh/config/config.h"
 #include "moesh/formats/json.h"
-#include "moesh/train/metrics/append_file.h"
 #include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/run_folder.h"
 

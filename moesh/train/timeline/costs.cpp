@@ -29,11 +29,15 @@ struct Placed {
 
 std::vector<Placed> placed(const TimelineRecord& t) {
   std::vector<Placed> all(t.slices.size());
-  std::vector<std::size_t> open;
+  std::map<std::int64_t, std::vector<std::size_t>> lanes;
+  const Slice* step = nullptr;  // the last that began
   for (std::size_t i = 0; i < t.slices.size(); ++i) {
     const Slice& s = t.slices[i];
+    auto& open = lanes[s.lane];
     while (!open.empty() && t.slices[open.back()].end <= s.begin) open.pop_back();
     Placed& p = all[i];
+    if (s.kind == SliceKind::step) step = &s;
+    if (open.empty()) p.in_step = s.lane > 0 && step && s.begin < step->end;
     if (!open.empty()) {
       const Slice& around = t.slices[open.back()];
       p = all[open.back()];
@@ -72,13 +76,18 @@ void add_collective(Sums& sums, const TimelineRecord& t, const Slice& s, std::in
   add(sums, what, static_cast<double>(self - waited));
 }
 
+// The turns of a rank's other lane are the slices of that lane.
 void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& waits) {
   const TimelineRecord& t = record.timeline;
   const std::vector<Placed> all = placed(t);
+  double between_lanes = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Slice& s = t.slices[i];
     if (!all[i].in_step || all[i].in_collective) continue;
     const auto self = static_cast<double>(all[i].self);
+    if (s.kind == SliceKind::turn && s.lane == 0) between_lanes += self;
+    if (s.lane > 0) between_lanes -= s.kind == SliceKind::turn ? 0 : self;
+    if (s.kind == SliceKind::turn) continue;
     if (s.kind == SliceKind::collective)
       add_collective(sums, t, s, all[i].self, waits);
     else if (s.kind == SliceKind::op)
@@ -86,6 +95,7 @@ void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& wai
     else
       add(sums, "host, between the operators of " + all[i].section, self);
   }
+  if (between_lanes > 0) add(sums, "host, between the operators of other", between_lanes);
 }
 
 // "void at::native::elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int, ...)" as
@@ -119,6 +129,7 @@ struct KernelInterval {
 std::vector<KernelInterval> kernels_in(Sums& sums, const RankRecord& record, const Slice& step) {
   std::vector<KernelInterval> spans;
   for (const KernelSpan& k : record.kernels) {
+    if (is_of_link(k)) continue;
     const std::int64_t begin = std::max(k.begin, step.begin), end = std::min(k.end, step.end);
     if (begin >= end) continue;
     SectionCost& sum = sums[readable(k.name)];
@@ -171,14 +182,39 @@ std::string who_was_slowest(const SectionCost& sum) {
 
 }  // namespace
 
+std::map<std::size_t, std::int64_t> idle_after_counts(const RankRecord& record) {
+  std::vector<const KernelSpan*> kernels;
+  for (const KernelSpan& k : record.kernels)
+    if (!is_of_link(k)) kernels.push_back(&k);
+  std::ranges::sort(kernels, {}, &KernelSpan::begin);
+  std::map<std::size_t, std::int64_t> all;
+  std::int64_t busy_until = 0;
+  std::size_t next = 0;
+  const TimelineRecord& t = record.timeline;
+  std::vector<std::pair<std::int64_t, std::size_t>> reads;  // by their end
+  for (std::size_t i = 0; i < t.slices.size(); ++i)
+    if (t.names[static_cast<std::size_t>(t.slices[i].name)] == kReadCounts)
+      reads.emplace_back(t.slices[i].end, i);
+  std::ranges::sort(reads);
+  for (const auto& [end, slice] : reads) {
+    for (; next < kernels.size() && kernels[next]->begin < end; ++next)
+      busy_until = std::max(busy_until, kernels[next]->end);
+    if (next == 0 || next == kernels.size()) continue;
+    all[slice] = std::max<std::int64_t>(0, kernels[next]->begin - busy_until);
+  }
+  return all;
+}
+
 TraceCosts costs_of(const std::vector<RankRecord>& records,
                     const std::vector<std::vector<Wait>>& waits) {
   TraceCosts result;
   Sums sums;
   std::int64_t num_steps = 0;
-  double total = 0, together = 0;
+  double total = 0, together = 0, after_counts = 0, num_counts = 0;
   for (const RankRecord& r : records) result.of_device = result.of_device || !r.kernels.empty();
   for (std::size_t r = 0; r < records.size(); ++r) {
+    for (const auto& [slice, idle] : idle_after_counts(records[r]))
+      after_counts += static_cast<double>(idle), ++num_counts;
     if (result.of_device)
       together += add_device(sums, records[r]);
     else
@@ -191,6 +227,7 @@ TraceCosts costs_of(const std::vector<RankRecord>& records,
   result.num_steps = static_cast<int>(num_steps / static_cast<std::int64_t>(records.size()));
   result.step_nanoseconds = mean(total);
   result.together_nanoseconds = mean(together);
+  result.after_counts_nanoseconds = mean(after_counts), result.num_counts = mean(num_counts);
   for (const auto& [what, sum] : sums)
     result.costs.push_back({what + who_was_slowest(sum), mean(sum.nanoseconds),
                             mean(static_cast<double>(sum.num_calls))});
@@ -217,6 +254,14 @@ std::string describe(const TraceCosts& costs, std::size_t num) {
                   "  (in %.2f ms of it several kernels of a rank ran at once, and have equal parts "
                   "of that time)\n",
                   costs.together_nanoseconds / 1e6);
+    text += line;
+  }
+  if (costs.num_counts > 0) {
+    std::snprintf(
+        line, sizeof line,
+        "  (for %.2f ms of it the device had nothing to do after the host had read counts "
+        "of rows, %.0f times)\n",
+        costs.after_counts_nanoseconds / 1e6, costs.num_counts);
     text += line;
   }
   return text;

@@ -70,15 +70,15 @@ void go_through(auto& w, auto& r) {
   });
   w.list(r.timeline.slices, [&](auto& s) {
     w.number(s.kind), w.number(s.name), w.number(s.begin), w.number(s.end);
-    w.number(s.collective);
+    w.number(s.collective), w.number(s.lane);
   });
   w.list(r.timeline.collectives, [&](auto& c) {
     w.number(c.op), w.number(c.group), w.number(c.bytes), w.number(c.begin);
-    w.number(c.wait_begin), w.number(c.end), w.number(c.scope);
+    w.number(c.wait_begin), w.number(c.end), w.number(c.scope), w.number(c.lane);
   });
   w.list(r.kernels, [&](auto& k) {
     w.text(k.name), w.number(k.device), w.number(k.stream), w.number(k.rank), w.number(k.begin);
-    w.number(k.end);
+    w.number(k.end), w.number(k.lane);
   });
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "moesh/base/timeline.h"
+#include "moesh/comm/paced.h"
 
 namespace moesh::train {
 
@@ -57,31 +58,37 @@ std::int64_t steady_minus_system() {
 
 }  // namespace
 
+bool is_of_link(const KernelSpan& kernel) {
+  return kernel.name.find(comm::kLinkKernel) != std::string::npos;
+}
+
 std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
-                                   const std::function<int(std::int64_t thread)>& rank_of) {
+                                   const std::function<RankLane(std::int64_t thread)>& work_of) {
   using Kind = ProfilerEvent::EventSource;
   // Ops and launches are counted apart: their correlations may be the same numbers.
-  std::map<std::uint64_t, int> by_op, by_launch;
+  std::map<std::uint64_t, RankLane> by_op, by_launch;
   for (const ProfilerEvent& e : events)
     if (e.kind != Kind::kernel && e.correlation != 0)
-      (e.kind == Kind::op ? by_op : by_launch).emplace(e.correlation, rank_of(e.place));
-  const auto found = [](const std::map<std::uint64_t, int>& ranks, std::uint64_t correlation) {
-    const auto at = ranks.find(correlation);
-    return at == ranks.end() ? -1 : at->second;
+      (e.kind == Kind::op ? by_op : by_launch).emplace(e.correlation, work_of(e.place));
+  const auto found = [](const std::map<std::uint64_t, RankLane>& all, std::uint64_t correlation) {
+    const auto at = all.find(correlation);
+    return at == all.end() ? RankLane() : at->second;
   };
   std::vector<KernelSpan> kernels;
   std::map<std::pair<std::int64_t, std::int64_t>, std::set<std::int64_t>> ranks_of_stream;
   for (const ProfilerEvent& e : events) {
     if (e.kind != Kind::kernel) continue;
-    int rank = found(by_launch, e.correlation);
-    if (rank < 0) rank = found(by_op, e.op);
-    if (rank >= 0) ranks_of_stream[{e.device, e.place}].insert(rank);
+    // Threads that ended have given their numbers to others, by which launches are known.
+    RankLane of = found(by_op, e.op);
+    if (of.rank < 0) of = found(by_launch, e.correlation);
+    if (of.rank >= 0) ranks_of_stream[{e.device, e.place}].insert(of.rank);
     kernels.push_back({.name = e.name,
                        .device = e.device,
                        .stream = e.place,
-                       .rank = rank,
+                       .rank = of.rank,
                        .begin = e.begin,
-                       .end = e.end});
+                       .end = e.end,
+                       .lane = of.lane});
   }
   for (KernelSpan& k : kernels)
     if (const auto& ranks = ranks_of_stream[{k.device, k.stream}]; k.rank < 0 && ranks.size() == 1)

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "moesh/base/rank_threads.h"
+#include "moesh/base/this_thread.h"
 #include "moesh/base/timeline.h"
 #include "moesh/comm/group.h"
 
@@ -22,7 +22,11 @@ struct KernelSpan {
   std::int64_t stream = 0;
   std::int64_t rank = -1;           // for which it was launched; -1: unknown
   std::int64_t begin = 0, end = 0;  // as those of a Slice
+  std::int64_t lane = 0;            // likewise
 };
+
+/// Whether it only takes the time of a slow link (comm/paced.h): the GPU does nothing.
+bool is_of_link(const KernelSpan& kernel);
 
 /// The events of the profiler that are used.
 struct ProfilerEvent {
@@ -40,11 +44,11 @@ struct ProfilerEvent {
   std::int64_t begin = 0, end = 0;
 };
 
-/// The kernels among them, by rank. A kernel belongs to the rank of the thread that launched it, or
-/// of the thread whose op launched it. If neither is known, it belongs to the rank that has all
-/// other kernels of its stream.
+/// The kernels among them, by rank and lane. A kernel belongs to what the thread whose op launched
+/// it works for, or the thread that launched it. If neither is known, it belongs to the rank that
+/// has all other kernels of its stream.
 std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
-                                   const std::function<int(std::int64_t thread)>& rank_of);
+                                   const std::function<RankLane(std::int64_t thread)>& work_of);
 
 /// Before the ranks are started, in the thread that loaded the program: the profiler wants it.
 void prepare_kernels();

@@ -5,7 +5,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/sections.h"
 #include "moesh/base/timeline.h"
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"

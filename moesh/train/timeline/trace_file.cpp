@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <tuple>
 
 #include "moesh/base/error.h"
 #include "moesh/formats/json.h"
@@ -12,7 +13,7 @@ namespace {
 
 using formats::json_quoted;
 
-constexpr int kHost = 0;  // track of a rank; streams follow
+constexpr int kHost = 0;  // track of a rank; its other lanes follow, and streams
 
 const char* to_string(SliceKind kind) {
   switch (kind) {
@@ -21,6 +22,7 @@ const char* to_string(SliceKind kind) {
     case SliceKind::scope: return "scope";
     case SliceKind::op: return "operator";
     case SliceKind::collective: return "collective";
+    case SliceKind::turn: return "turn";
   }
   return "unknown";
 }
@@ -64,16 +66,27 @@ std::string when(std::int64_t begin, std::int64_t end) {
   return detail::concat(R"(,"ts":)", micros(begin), R"(,"dur":)", micros(end - begin));
 }
 
-void add_host(Events& events, std::size_t rank, const TimelineRecord& t,
-              const std::vector<Wait>& waits, std::int64_t zero) {
-  for (const Slice& s : t.slices) {
+// Each lane is a track. Returns how many there are.
+int add_host(Events& events, std::size_t rank, const RankRecord& record,
+             const std::vector<Wait>& waits, std::int64_t zero) {
+  const TimelineRecord& t = record.timeline;
+  const std::map<std::size_t, std::int64_t> idle = idle_after_counts(record);
+  int num_lanes = 1;
+  for (std::size_t i = 0; i < t.slices.size(); ++i) {
+    const Slice& s = t.slices[i];
     std::string members =
         detail::concat(when(s.begin - zero, s.end - zero), R"(,"cat":")", to_string(s.kind),
                        R"(","name":)", json_quoted(t.names.at(static_cast<std::size_t>(s.name))));
-    if (const auto i = static_cast<std::size_t>(s.collective); s.collective >= 0)
-      members += arguments(t, t.collectives.at(i), waits.at(i));
-    events.add('X', rank, kHost, members);
+    if (const auto c = static_cast<std::size_t>(s.collective); s.collective >= 0)
+      members += arguments(t, t.collectives.at(c), waits.at(c));
+    if (const auto found = idle.find(i); found != idle.end())
+      members += detail::concat(R"(,"args":{"gpu_idle_us":)", micros(found->second), "}");
+    const int lane = static_cast<int>(s.lane);
+    events.add('X', rank, kHost + lane, members);
+    for (; num_lanes <= lane; ++num_lanes)
+      events.name("thread_name", rank, kHost + num_lanes, detail::concat("host, lane ", num_lanes));
   }
+  return num_lanes;
 }
 
 void add_collectives(Events& events, std::size_t rank, const TimelineRecord& t,
@@ -84,22 +97,25 @@ void add_collectives(Events& events, std::size_t rank, const TimelineRecord& t,
                              t.groups.at(static_cast<std::size_t>(c.group)).name;
     const std::string same = detail::concat(R"(,"cat":"in progress","id":")", rank, ".", i,
                                             R"(","name":)", json_quoted(name));
+    const int track = kHost + static_cast<int>(c.lane);
     events.add(
-        'b', rank, kHost,
+        'b', rank, track,
         detail::concat(R"(,"ts":)", micros(c.begin - zero), same, arguments(t, c, waits[i])));
-    events.add('e', rank, kHost, detail::concat(R"(,"ts":)", micros(c.end - zero), same));
+    events.add('e', rank, track, detail::concat(R"(,"ts":)", micros(c.end - zero), same));
   }
 }
 
 void add_kernels(Events& events, std::size_t rank, const std::vector<KernelSpan>& kernels,
-                 std::int64_t zero) {
-  std::map<std::pair<std::int64_t, std::int64_t>, int> tracks;  // by device and stream
+                 int first_track, std::int64_t zero) {
+  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, int>
+      tracks;  // by device, stream and lane
   for (const KernelSpan& k : kernels) {
-    const auto [found, is_new] =
-        tracks.emplace(std::pair{k.device, k.stream}, kHost + 1 + static_cast<int>(tracks.size()));
+    const auto [found, is_new] = tracks.emplace(std::tuple{k.device, k.stream, k.lane},
+                                                first_track + static_cast<int>(tracks.size()));
     if (is_new)
       events.name("thread_name", rank, found->second,
-                  detail::concat("GPU ", k.device, " stream ", k.stream));
+                  detail::concat("GPU ", k.device, " stream ", k.stream,
+                                 k.lane > 0 ? detail::concat(", lane ", k.lane) : ""));
     events.add('X', rank, found->second,
                detail::concat(when(k.begin - zero, k.end - zero), R"(,"cat":"kernel","name":)",
                               json_quoted(k.name)));
@@ -123,9 +139,9 @@ std::string trace_json(const std::vector<RankRecord>& records,
     events.add('M', r, kHost,
                detail::concat(R"(,"name":"process_sort_index","args":{"sort_index":)", r, "}"));
     events.name("thread_name", r, kHost, "host");
-    add_host(events, r, records[r].timeline, waits[r], zero);
+    const int num_lanes = add_host(events, r, records[r], waits[r], zero);
     add_collectives(events, r, records[r].timeline, waits[r], zero);
-    add_kernels(events, r, records[r].kernels, zero);
+    add_kernels(events, r, records[r].kernels, kHost + num_lanes, zero);
   }
   std::string other =
       R"("clock":)" + json_quoted(zeros.size() == 1

@@ -154,7 +154,8 @@ struct DeviceLayer {
   DeviceGate of_router;
   std::int64_t rows;  // capacity: T * K
   Buffer<bf16> x, dy, w1, w3, w2, b1, b3, b2;
-  Buffer<std::int32_t> experts_TK, workspace, ends, order, token, inverse;
+  Buffer<std::int64_t> experts_TK;
+  Buffer<std::int32_t> workspace, ends, order, token, inverse;
   Buffer<float> weight_TK, score, d_score_terms, d_score, bias_terms;
   Buffer<std::uint8_t> chunks;
   // rows_ is x, then dy, at their experts; one buffer would do for y_R and dx_R too, but a check
@@ -168,7 +169,7 @@ struct DeviceLayer {
     x = Buffer<bf16>(in), dy = Buffer<bf16>(in);
     w1 = Buffer<bf16>(weights), w3 = Buffer<bf16>(weights), w2 = Buffer<bf16>(weights);
     b1 = Buffer<bf16>(e * c.ffn), b3 = Buffer<bf16>(e * c.ffn), b2 = Buffer<bf16>(e * c.model);
-    experts_TK = Buffer<std::int32_t>(rows), weight_TK = Buffer<float>(rows);
+    experts_TK = Buffer<std::int64_t>(rows), weight_TK = Buffer<float>(rows);
     ends = Buffer<std::int32_t>(e), order = Buffer<std::int32_t>(rows);
     token = Buffer<std::int32_t>(rows), inverse = Buffer<std::int32_t>(rows);
     workspace = Buffer<std::int32_t>(sort_workspace(sort_arguments()));
@@ -205,9 +206,8 @@ struct DeviceLayer {
     return {&rows_, &gate, &up_, &act, &y_R, &y, &dx_R, &dx_, &dw1, &dw3, &dw2_, &db1, &db3, &db2};
   }
   bool guards_intact() {
-    bool good = chunks.guards_intact();
-    for (auto* b : {&workspace, &ends, &order, &token, &inverse, &experts_TK})
-      good &= b->guards_intact();
+    bool good = chunks.guards_intact() && experts_TK.guards_intact();
+    for (auto* b : {&workspace, &ends, &order, &token, &inverse}) good &= b->guards_intact();
     for (auto* b : {&score, &d_score_terms, &d_score, &weight_TK, &bias_terms})
       good &= b->guards_intact();
     for (auto* b : results()) good &= b->guards_intact();
@@ -216,6 +216,7 @@ struct DeviceLayer {
 
   Sort sort_arguments() const {
     return {.experts_TK = experts_TK.get(),
+            .all_experts = config.experts,
             .weight_TK = weight_TK.get(),
             .num_tokens = config.tokens,
             .top_k = config.top_k,

@@ -375,14 +375,14 @@ void check_layer(const std::string& title, DeviceLayer& l) {
 // ---- routings ----
 
 /// K different experts for each token, experts drawn with weights; 0: never.
-std::vector<std::int32_t> choose(const LayerConfig& c, std::vector<double> weights,
+std::vector<std::int64_t> choose(const LayerConfig& c, std::vector<double> weights,
                                  std::uint64_t seed) {
   std::mt19937_64 random(seed);
-  std::vector<std::int32_t> out;
+  std::vector<std::int64_t> out;
   for (std::int64_t t = 0; t < c.tokens; ++t) {
     auto left = weights;
     for (std::int64_t k = 0; k < c.top_k; ++k) {
-      std::discrete_distribution<std::int32_t> draw(left.begin(), left.end());
+      std::discrete_distribution<std::int64_t> draw(left.begin(), left.end());
       out.push_back(draw(random));
       left[out.back()] = 0;
     }
@@ -397,10 +397,10 @@ std::vector<double> skewed(std::int64_t experts) {
   return weights;
 }
 /// Exactly these counts, tokens in random order; K = 1.
-std::vector<std::int32_t> with_counts(const std::vector<int>& counts, std::uint64_t seed) {
-  std::vector<std::int32_t> out;
+std::vector<std::int64_t> with_counts(const std::vector<int>& counts, std::uint64_t seed) {
+  std::vector<std::int64_t> out;
   for (size_t e = 0; e < counts.size(); ++e)
-    out.insert(out.end(), counts[e], static_cast<std::int32_t>(e));
+    out.insert(out.end(), counts[e], static_cast<std::int64_t>(e));
   std::shuffle(out.begin(), out.end(), std::mt19937_64(seed));
   return out;
 }
@@ -408,7 +408,7 @@ const std::vector<int> kHardCounts = {0,   1,   63,  64, 65, 0,  127, 128, 129,
                                       255, 256, 257, 2,  0,  17, 191, 0};
 
 void run_case(const std::string& title, const LayerConfig& c,
-              const std::vector<std::int32_t>& experts, std::uint64_t seed) {
+              const std::vector<std::int64_t>& experts, std::uint64_t seed) {
   DeviceLayer l(c, seed);
   if (!experts.empty()) l.experts_TK.copy_from(experts);
   check_layer(title, l);
@@ -645,10 +645,10 @@ int run(bool quick) {
          {.tokens = 900, .model = 512, .ffn = 384, .experts = 16, .top_k = 4}, skewed(16));
   run_case("all rows to one expert",
            {.tokens = 700, .model = 512, .ffn = 256, .experts = 8, .top_k = 1},
-           std::vector<std::int32_t>(700, 3), 6);
+           std::vector<std::int64_t>(700, 3), 6);
   // The sums of dW in chunks: a few experts with many rows.
   c = {.tokens = 6000, .model = 520, .ffn = 264, .experts = 8, .top_k = 1};
-  run_case("6000 rows to one expert", c, std::vector<std::int32_t>(6000, 3), 7);
+  run_case("6000 rows to one expert", c, std::vector<std::int64_t>(6000, 3), 7);
   c = {.tokens = 6000, .model = 264, .ffn = 136, .experts = 6, .top_k = 2};
   random("few rows but for two experts", c, {40, 1e-3, 1e-2, 40, 1e-3, 1e-2});
   const LayerConfig base{.tokens = 500, .model = 360, .ffn = 328, .experts = 8, .top_k = 3};

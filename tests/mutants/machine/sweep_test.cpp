@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cctype>
 
-#include "moesh/verify/sweep.h"
 #include "moesh/verify/verify.h"
 #include "tests/train/device.h"
 

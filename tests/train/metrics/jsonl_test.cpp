@@ -68,12 +68,19 @@ StepRecord jsonl_record(std::int64_t step) {
           .counts_E = step == 1 ? std::vector<at::Tensor>{at::tensor({7, 0}, at::kLong),
                                                           at::tensor({3, 4}, at::kLong)}
                                 : std::vector<at::Tensor>{},
+          .float8 = step == 1 ? float8_shares(at::tensor({8, 2, 4, 0, 0, 0, 16, 1, 0,  // layer 0
+                                                          0, 0, 0, 0, 0, 0, 0,  0, 0,  //
+                                                          0, 0, 0, 0, 0, 0, 0,  0, 0,  // layer 1
+                                                          0, 0, 0, 4, 1, 3, 0,  0, 0},
+                                                         at::kLong)
+                                                  .view({2, 2, 3, 3}))
+                              : std::vector<Float8Share>{},
           .skipped = step == 3};
 }
 
 // What a line says, by hand.
 const char* const kExpected[] = {
-    R"({"step":1,"time":1700000000.125,"loss":4.564348191467837,"total_loss":4.5999999999999996,"grad_norm":0.10000000000000001,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":128,"trained_share":0.25,"skipped":false,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]],"expert_counts":[[7,0],[3,4]]})",
+    R"({"step":1,"time":1700000000.125,"loss":4.564348191467837,"total_loss":4.5999999999999996,"grad_norm":0.10000000000000001,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":128,"trained_share":0.25,"skipped":false,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]],"expert_counts":[[7,0],[3,4]],"float8":{"experts":{"activations":{"zeros":[0.25,null],"largest":[0.5,null]},"weights":{"zeros":[0.0625,null],"largest":[0,null]}},"dense":{"gradients":{"zeros":[null,0.25],"largest":[null,0.75]}}}})",
     R"({"step":3,"time":1700000000.125,"loss":null,"total_loss":4.5999999999999996,"grad_norm":null,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":384,"trained_share":0.25,"skipped":true,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]]})"};
 
 TEST(Jsonl, HasEveryPartOfARecord) {

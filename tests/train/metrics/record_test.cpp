@@ -31,6 +31,17 @@ TEST(ExpertLoad, OfNoTokensAndOfNoLayers) {
   EXPECT_EQ(expert_load({}).max_over_mean, 0);
 }
 
+TEST(StepRecord, SharesOfFloat8AreOfLayersThatHaveIt) {
+  StepRecord r{.seconds = 1};
+  EXPECT_TRUE(float8_shares({}).empty());
+  r.float8 = {{"experts", "gradients", {std::nan(""), 0.5}, {std::nan(""), 0.25}}};
+  Scalars found;
+  for (const auto& s : scalars_of(r))
+    if (s.first.starts_with("float8/")) found.push_back(s);
+  EXPECT_EQ(found, (Scalars{{"float8/experts/gradients/zeros/layer_1", 0.5},
+                            {"float8/experts/gradients/largest/layer_1", 0.25}}));
+}
+
 TEST(StepRecord, SpeedIsThatOfTheStep) {
   StepRecord r{.seconds = 0.5, .num_tokens = 100, .flops_per_token = 3e10};
   EXPECT_EQ(r.tokens_per_second(), 200);

@@ -1,6 +1,7 @@
 #include "moesh/base/timeline.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
 
 #include <pthread.h>
@@ -12,8 +13,8 @@
 #include <thread>
 
 #include "moesh/base/log.h"
-#include "moesh/base/rank_threads.h"
-#include "moesh/base/sections.h"
+#include "moesh/base/this_thread.h"
+#include "moesh/base/turns.h"
 #include "moesh/comm/launch.h"
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
@@ -24,14 +25,15 @@
 namespace moesh::train {
 namespace {
 
-// No slice begins in one and ends outside of it.
+// No slice begins in one of its lane and ends outside of it.
 void expect_nested(const TimelineRecord& t) {
-  std::vector<const Slice*> open;
+  std::map<std::int64_t, std::vector<const Slice*>> lanes;
   std::int64_t last = 0;
   for (const Slice& s : t.slices) {
     EXPECT_LE(last, s.begin);
     EXPECT_LE(s.begin, s.end);
     last = s.begin;
+    auto& open = lanes[s.lane];
     while (!open.empty() && open.back()->end <= s.begin) open.pop_back();
     if (!open.empty()) {
       EXPECT_LE(s.end, open.back()->end)
@@ -126,6 +128,58 @@ TEST(Timeline, ShowsOperatorsOfForwardAndBackwardInTheirSections) {
     EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::mm"), 3);  // and two in backward
     EXPECT_EQ(std::count(ops.begin(), ops.end(), "MmBackward0"), 1);
     EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::cos_"), 0);
+  });
+}
+
+// What one piece of work does in its turns is in its lane; while it waits, the turn is the other's.
+TEST(Timeline, PiecesOfWorkThatTakeTurnsHaveLanes) {
+  comm::launch(2, [](comm::Group& world) {
+    RankRecord record = here_and_now();
+    Timeline timeline;
+    const RecordCollectives collectives(timeline);
+    const RecordOperators operators;
+    auto& observers = comm::thread_observers();
+    const at::ThreadLocalState torch;
+    const auto work = [&](int lane) {
+      return [&, lane] {
+        const at::ThreadLocalStateGuard same(torch);
+        const auto same_observers = comm::use_observers_of(observers);
+        RECORD_USER_SCOPE(lane == 0 ? "first" : "second");
+        auto sum = world.start_all_reduce(at::ones({2 + lane}));
+        next_turn();
+        at::ones({2, 2}).mm(at::ones({2, 2}));
+        sum.wait();
+        if (lane == 1) next_turn(), at::ones({2, 2}).mm(at::ones({2, 2}));
+      };
+    };
+    const auto step = timeline.open(SliceKind::step, "step 1");
+    take_turns({work(0), work(1)});
+    timeline.close(step);
+    record.timeline = timeline.take();
+    const TimelineRecord& t = record.timeline;
+    expect_nested(t);
+    std::map<std::string, std::vector<std::int64_t>> lanes;
+    for (const Slice& s : t.slices)
+      if (s.kind != SliceKind::collective)
+        lanes[t.names[static_cast<size_t>(s.name)]].push_back(s.lane);
+    EXPECT_EQ(lanes["first"], (std::vector<std::int64_t>{0}));
+    EXPECT_EQ(lanes["second"], (std::vector<std::int64_t>{1}));
+    EXPECT_EQ(lanes["aten::mm"], (std::vector<std::int64_t>{0, 1, 1}));
+    // The first waits once more, for the end of the other one.
+    EXPECT_EQ(lanes["turn of the other"], (std::vector<std::int64_t>{0, 1, 0, 1}));
+    ASSERT_EQ(t.collectives.size(), 2u);
+    for (const std::int64_t lane : {0, 1}) {
+      const CollectiveSpan& c = t.collectives[static_cast<size_t>(lane)];
+      EXPECT_EQ(c.lane, lane);
+      EXPECT_EQ(t.names[static_cast<size_t>(c.scope)], lane == 0 ? "first" : "second");
+    }
+    const std::vector<Wait> waits(2, Wait{.slowest = 0});
+    const std::string text = trace_json({record}, {waits}, {});
+    expect_parts(text, {R"("tid":1,"name":"thread_name","args":{"name":"host, lane 1"})"});
+    const TraceCosts costs = costs_of({record}, {waits});
+    double sum = 0;
+    for (const Cost& c : costs.costs) sum += c.nanoseconds;
+    EXPECT_NEAR(sum, costs.step_nanoseconds, 1);
   });
 }
 
@@ -275,6 +329,32 @@ TEST(TraceCosts, AreThoseOfTheDeviceWhereItWorks) {
   EXPECT_EQ(costs.together_nanoseconds, 10 / 2.0);
 }
 
+// A kernel that takes the time of a link lets the device idle; and so does a host that learns only
+// then what comes next.
+TEST(TraceCosts, TellForWhatTheDeviceWaits) {
+  auto records = two_ranks();
+  records[0].kernels = {{"gemm", 0, 7, 0, 10, 30, 0},
+                        {"moesh::comm::cuda::sleep_on_link(long)", 0, 9, 0, 30, 90, 0},
+                        {"gemm", 0, 7, 0, 70, 80, 1}};
+  TimelineRecord& t = records[0].timeline;
+  t.names.emplace_back(kReadCounts);
+  const auto name = static_cast<std::int64_t>(t.names.size()) - 1;
+  t.slices.push_back({.kind = SliceKind::scope, .name = name, .begin = 96, .end = 98});
+  t.slices.push_back({.kind = SliceKind::scope, .name = name, .begin = 20, .end = 35, .lane = 1});
+  const auto idle = idle_after_counts(records[0]);
+  EXPECT_EQ(idle, (std::map<std::size_t, std::int64_t>{{t.slices.size() - 1, 40}}));
+  const TraceCosts costs = costs_of(records, find_waits(records));
+  std::map<std::string, double> of;
+  for (const Cost& c : costs.costs) of[c.what] = c.nanoseconds;
+  EXPECT_EQ(of.at("gemm"), 30 / 2.0);
+  EXPECT_EQ(of.at("no kernel"), (70 + 100) / 2.0);
+  EXPECT_EQ(costs.after_counts_nanoseconds, 40 / 2.0);
+  expect_parts(describe(costs), {"after the host had read counts"});
+  expect_parts(trace_json(records, find_waits(records), {}),
+               {R"("args":{"gpu_idle_us":0.040})", R"("name":"GPU 0 stream 7, lane 1")",
+                R"("tid":1,"name":"thread_name","args":{"name":"host, lane 1"})"});
+}
+
 // Three streams at once, kernels over the ends of the step, and two that meet in one moment: what
 // is printed is never more than the step.
 TEST(TraceCosts, OfKernelsAtTheSameTimeAddUpToTheStep) {
@@ -323,14 +403,25 @@ TEST(TraceCosts, TellKernelsApartThatBeginAlike) {
 using Kind = ProfilerEvent::EventSource;
 
 // Threads 10 and 20 work for ranks 0 and 1, and 21, that of a channel, for rank 1, too.
-int rank_of(std::int64_t thread) {
-  return thread == 10 ? 0 : thread == 20 || thread == 21 ? 1 : -1;
+RankLane work_of(std::int64_t thread) {
+  return {.rank = thread == 10 ? 0 : thread == 20 || thread == 21 ? 1 : -1, .lane = thread == 21};
 }
 
 std::map<std::string, std::int64_t> ranks_of(const std::vector<ProfilerEvent>& events) {
   std::map<std::string, std::int64_t> ranks;
-  for (const KernelSpan& k : kernels_of(events, rank_of)) ranks[k.name] = k.rank;
+  for (const KernelSpan& k : kernels_of(events, work_of)) ranks[k.name] = k.rank;
   return ranks;
+}
+
+TEST(Kernels, AreOfTheLaneWhoseThreadLaunchedThem) {
+  const auto kernels = kernels_of({{.kind = Kind::launch, .place = 20, .correlation = 1},
+                                   {.kind = Kind::launch, .place = 21, .correlation = 2},
+                                   {Kind::kernel, "of the first", 0, 7, 1, 0, 10, 20},
+                                   {Kind::kernel, "of the second", 0, 7, 2, 0, 20, 30}},
+                                  work_of);
+  ASSERT_EQ(kernels.size(), 2u);
+  EXPECT_EQ(kernels[0].lane, 0);
+  EXPECT_EQ(kernels[1].lane, 1);
 }
 
 TEST(Kernels, AreOfTheRankWhoseThreadLaunchedThem) {
@@ -376,16 +467,16 @@ TEST(RankThreads, AreThoseOfARankAndOfWhoHelpsIt) {
       set_log_rank(world.rank());
       helpers[r] = number();
       const auto low = static_cast<std::int32_t>(reinterpret_cast<std::uintptr_t>(pthread_self()));
-      EXPECT_EQ(rank_of_thread(low), world.rank());
+      EXPECT_EQ(rank_of_thread(low).rank, world.rank());
     }).join();
     world.barrier();
   });
   for (const int r : {0, 1}) {
-    EXPECT_EQ(rank_of_thread(ranks[static_cast<size_t>(r)]), r);
-    EXPECT_EQ(rank_of_thread(helpers[static_cast<size_t>(r)]), r);
+    EXPECT_EQ(rank_of_thread(ranks[static_cast<size_t>(r)]), (RankLane{r, 0}));
+    EXPECT_EQ(rank_of_thread(helpers[static_cast<size_t>(r)]), (RankLane{r, 0}));
   }
   keep.reset();
-  EXPECT_EQ(rank_of_thread(ranks[1]), -1);  // the system may give its number to another thread
+  EXPECT_EQ(rank_of_thread(ranks[1]).rank, -1);  // the system may give its number to another thread
 }
 
 TEST(Gather, GivesKernelsToTheRankThatLaunchedThem) {

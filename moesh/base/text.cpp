@@ -1,0 +1,89 @@
+#include "moesh/base/text.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+
+namespace moesh {
+
+// Table 3-7 of the Unicode standard.
+Utf8Sequence first_utf8(std::string_view bytes) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
+  const unsigned first = byte(0);
+  if (first < 0x80) return {1, true};
+  if (first < 0xC2 || first > 0xF4) return {1, false};
+  const std::size_t size = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+  const unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
+  const unsigned high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+  for (std::size_t i = 1; i < size; ++i) {
+    if (i == bytes.size()) return {i, false};
+    if (i == 1 ? byte(1) < low || byte(1) > high : !is_continuation(bytes[i])) return {i, false};
+  }
+  return {size, true};
+}
+
+std::size_t find_bad_utf8(std::string_view text) {
+  std::size_t i = 0;
+  while (i < text.size()) {
+    if (std::uint64_t eight; i + 8 <= text.size()) {
+      std::memcpy(&eight, text.data() + i, 8);
+      if ((eight & 0x8080808080808080u) == 0) {
+        i += 8;
+        continue;
+      }
+    }
+    const Utf8Sequence sequence = first_utf8(text.substr(i));
+    if (!sequence.valid) return i;
+    i += sequence.size;
+  }
+  return std::string_view::npos;
+}
+
+std::string with_replacements(std::string_view bytes) {
+  std::string text;
+  while (!bytes.empty()) {
+    const Utf8Sequence sequence = first_utf8(bytes);
+    if (sequence.valid)
+      text += bytes.substr(0, sequence.size);
+    else
+      text += "\xEF\xBF\xBD";
+    bytes.remove_prefix(sequence.size);
+  }
+  return text;
+}
+
+namespace {
+
+bool is_harmless(std::uint32_t code) {
+  const auto is_in = [&](std::uint32_t first, std::uint32_t last) {
+    return code >= first && code <= last;
+  };
+  return !is_in(0, 0x1f) && !is_in(0x7f, 0x9f) && code != 0x61c && !is_in(0x200e, 0x200f) &&
+         !is_in(0x2028, 0x202e) && !is_in(0x2066, 0x2069);
+}
+
+std::string escaped(std::string_view text, std::string_view kept) {
+  std::string safe;
+  while (!text.empty()) {
+    const auto [length, valid] = first_utf8(text);
+    const std::size_t size = valid ? length : 1;
+    const char* at = text.data();
+    const std::uint32_t letter = valid ? next_code_point(at) : static_cast<unsigned char>(text[0]);
+    if (valid && (is_harmless(letter) || kept.find(text[0]) != std::string_view::npos)) {
+      safe += text.substr(0, size);
+    } else {
+      char code[16];
+      std::snprintf(code, sizeof code, size == 1 ? "\\x%02x" : "\\u%04x", letter);
+      safe += code;
+    }
+    text.remove_prefix(size);
+  }
+  return safe;
+}
+
+}  // namespace
+
+std::string for_terminal(std::string_view text) { return escaped(text, "\n\t"); }
+std::string printable(std::string_view name) { return escaped(name, ""); }
+
+}  // namespace moesh

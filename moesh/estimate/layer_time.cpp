@@ -1,0 +1,166 @@
+#include "moesh/estimate/layer_time.h"
+
+#include <algorithm>
+
+namespace moesh::estimate {
+
+void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward) {
+  const double home = std::min(p.between, forward.between / 2),
+               home_inside = std::min(p.inside, forward.inside / 2),
+               counts = &p == &forward ? 1e-9 : 0;
+  lane.push_back({.compute = p.before, .message = counts, .takes_turns = false});
+  lane.push_back({.message = p.between - home});
+  const auto link = pipeline::RowLink::inside;
+  if (p.inside > 0) lane.push_back({.message = counts, .link = link, .takes_turns = false});
+  lane.push_back({.message = p.inside - home_inside, .link = link});
+  lane.push_back({.compute = p.at_experts, .message = p.apart, .takes_turns = false});
+  lane.push_back({.message = home_inside, .link = link});
+  lane.push_back({.message = home});
+  lane.push_back({.compute = p.after});
+}
+
+double gain_of_turns(const std::vector<pipeline::Lane>& lanes) {
+  double apart = 0;
+  for (const pipeline::Lane& lane : lanes) apart += pipeline::seconds_apart(lane);
+  return std::max(0.0, apart - pipeline::seconds_in_turns(lanes, kPartThatMoves));
+}
+
+bool shares_gathers(const Config& config, const MeshShape& mesh) {
+  return mesh.pp > 1 && !config.parallelism.fsdp_reshard_after_forward;
+}
+
+namespace {
+
+// What a pass hides beside another one like it, in a model of many such layers.
+double hidden_in_pairs(const Pass& p, const Pass& forward) {
+  constexpr int kLayers = 16;
+  pipeline::Lane lane;
+  for (int i = 0; i < kLayers; ++i) add_to(lane, p, forward);
+  return std::min(p.travel(), gain_of_turns({lane, lane}) / (2 * kLayers));
+}
+
+// Passes over parameters that are gathered, and gradients that are reduced and added up: bytes.
+struct ParameterBytes {
+  double gather = 0, gradients = 0;
+};
+ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
+  constexpr double kMaster = 4;                                   // bytes of a number at rest
+  const double later = 1 - 1 / static_cast<double>(s.num_micro);  // that are not the first
+  ParameterBytes bytes;
+  for (const auto& [state, axes] :
+       {std::pair(&p.dense, fsdp), std::pair(&p.experts, Axes(efsdp))}) {
+    const double n = s.mesh.size(axes), weights = static_cast<double>(state->weights) / kMaster,
+                 gradients = static_cast<double>(state->gradients) / kMaster;
+    if (n == 1) {  // casts are among the kernels; float32 sums begin with the second
+      bytes.gradients += 18 * later * gradients;
+      continue;
+    }
+    bytes.gather += 6 * weights + 4 * n * weights;  // cast, and taken out of the message
+    bytes.gradients += (6 * n + 12 * later + 8 * (1 - later)) * gradients;  // packed, added
+  }
+  return bytes;
+}
+
+double seconds_of(const Setting& s, const comm::Ledger::value_type& entry) {
+  const auto& [key, traffic] = entry;
+  return seconds(s.cluster, group_shape(s.cluster, s.mesh, axes_of(key.first)), key.second,
+                 static_cast<double>(traffic.num_bytes), static_cast<double>(traffic.num_calls));
+}
+
+void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
+  for (const auto& entry : traffic) {
+    const Axes axes = axes_of(entry.first.first);
+    if ((axes & (dp_replicate | dp_shard | efsdp)) != none) continue;
+    const bool is_row = (axes & (ep | ep_nodes | ep_inside | etp)) != none,
+               is_between = (axes & (ep | ep_nodes)) != none,
+               is_inside = (axes & ep_inside) != none;
+    (!is_row      ? to.tensor
+     : is_between ? to.between
+     : is_inside  ? to.inside
+                  : to.apart) += seconds_of(s, entry);
+  }
+}
+
+// Keys and values of half the heads travel behind attention of the others; latents do not.
+void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, Pass& of) {
+  const models::ModelFacts facts = models::facts(s.config.model.architecture);
+  if (facts.sends_latents || facts.num_kv_heads / s.mesh.tp % 2 != 0) return;
+  double keys = 0;
+  for (const auto& entry : traffic)
+    if (axes_of(entry.first.first) == cp) keys += seconds_of(s, entry);
+  of.tensor -= std::min(keys, attention) / 2;
+}
+
+}  // namespace
+
+Parts parts_of(const PartProfile& p, const Setting& s) {
+  Parts out;
+  const double of_step = s.moves_parameters ? 1 / static_cast<double>(s.num_micro) : 0;
+  const Compute forward = compute_of(p.work.forward, s.cluster, of_step),
+                again = compute_of(p.work.again, s.cluster),
+                backward = compute_of(p.work.backward, s.cluster);
+  for (const Compute* c : {&forward, &again, &backward}) out.compute.add(*c);
+  out.again = again.all();
+  out.weights = seconds_of_weight_gradients(p.work.forward, s.cluster);
+  out.forward.at_experts = forward.at_experts();
+  out.forward.before = forward.all() - forward.at_experts();
+  out.backward.before = again.all() - again.at_experts();
+  out.backward.at_experts = again.at_experts() + backward.at_experts();
+  out.backward.after = backward.all() - backward.at_experts();
+  const comm::Ledger& in_forward_pass = p.work.sent_in_forward;
+  comm::Ledger in_backward_pass = p.traffic;
+  add(in_backward_pass, in_forward_pass, -1);
+  add_traffic(in_forward_pass, s, out.forward);
+  add_traffic(in_backward_pass, s, out.backward);
+  hide_keys(in_forward_pass, s, forward.attention, out.forward);
+  hide_keys(in_backward_pass, s, again.attention + backward.attention, out.backward);
+
+  if (!s.moves_parameters) return out;
+  const ParameterBytes bytes = parameter_bytes(p, s);
+  const double gather = s.gathers_of_each() * seconds_of_large_pass(bytes.gather, s.cluster),
+               rest = (s.gathers_again() ? gather : 0) +
+                      seconds_of_large_pass(bytes.gradients, s.cluster);
+  out.forward.before += gather, out.backward.after += rest;
+  out.compute.passes += gather + rest;
+
+  if (s.in_pairs > 0) {
+    out.forward.hidden = s.in_pairs * hidden_in_pairs(out.forward, out.forward);
+    out.backward.hidden = s.in_pairs * hidden_in_pairs(out.backward, out.forward);
+  }
+
+  // The parameters of the next block travel while this one computes, forward and backward, and
+  // gradients are reduced while backward goes on: as far as rows leave the links free.
+  double gathers = 0, reductions = 0;
+  for (const auto& entry : p.traffic) {
+    if ((axes_of(entry.first.first) & (dp_replicate | dp_shard | efsdp)) == none) continue;
+    const bool is_gather = entry.first.second == comm::Collective::all_gather;
+    (is_gather ? gathers : reductions) +=
+        seconds_of(s, entry) * (is_gather ? s.gathers_of_each() : 1);
+  }
+  const double in_forward = s.gathers_again() ? gathers / 2 : gathers,
+               in_backward = gathers - in_forward + reductions,
+               can_hide =
+                   s.config.parallelism.overlap_reductions ? in_backward : gathers - in_forward;
+  const auto shows = [](double all, double can, double free) {
+    return all - std::min(can, std::max(0.0, free));
+  };
+  out.forward.storage = shows(in_forward, in_forward, out.forward.compute() - out.forward.hidden);
+  out.backward.storage = shows(in_backward, can_hide, out.backward.compute() - out.backward.hidden);
+  return out;
+}
+
+Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s) {
+  const auto take = [part](std::int64_t& n) {
+    n = static_cast<std::int64_t>(part * static_cast<double>(n));
+  };
+  for (StateMemory* state : {&ends.dense, &ends.experts}) *state = StateMemory().plus(*state, part);
+  for (comm::Ledger* traffic : {&ends.traffic, &ends.work.sent_in_forward})
+    for (auto& [key, entry] : *traffic) take(entry.num_calls), take(entry.num_bytes);
+  if (part < 1 && is_first) ends.work.forward.clear(), ends.work.again.clear();
+  if (part < 1 && !is_first) ends.work.backward.clear();
+  Parts parts = parts_of(ends, s);
+  parts.weights = 0;
+  return parts;
+}
+
+}  // namespace moesh::estimate
