@@ -21,7 +21,11 @@ constexpr std::chrono::milliseconds kBetweenLooks{50};
 class Worker {
  public:
   explicit Worker(const std::function<void()>& f) : thread_([this, &f] { work(f); }) {}
-  ~Worker() { thread_.join(); }
+  /// Without the GIL: as the thread ends it may free tensors that Python has seen, which takes it.
+  ~Worker() {
+    const nb::gil_scoped_release no_gil;
+    thread_.join();
+  }
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 

@@ -102,6 +102,19 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
 print(moesh.estimate()["parameters"] > 0)
 """
+# One call after the other in one process, each interrupted at another time.
+AGAIN = """
+import os, signal, threading, moesh
+moesh.estimate()
+for seconds in {times}:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while True:
+            {call}
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
 VERIFY = 'moesh.verify(mesh="dp_shard=2,tp=2", num_steps=100000)'
 SWEEP = 'moesh.verify(sweep=8)'
 ESTIMATE = ('moesh.estimate(**{"model.num_layers": 200, '
@@ -181,6 +194,13 @@ class Interrupt(unittest.TestCase):
                 print(f"{took:.2f} s until {call} has ended")
                 self.assertEqual((child.returncode, said, errors), (0, "True\n", ""))
                 self.assertLess(took, 5, call)
+
+    def test_ctrl_c_ends_an_estimate_wherever_it_is(self):
+        """In backward as well, whose thread ends with tensors that Python has seen."""
+        times = [0.2 + 0.15 * i for i in range(10)]
+        child = self.start(AGAIN.format(times=times, call=ESTIMATE))
+        said, errors = child.communicate(timeout=120)
+        self.assertEqual((child.returncode, said, errors), (0, "interrupted\n" * len(times), ""))
 
     def test_what_a_handler_does_not_raise_ends_nothing(self):
         before = 'signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))'
