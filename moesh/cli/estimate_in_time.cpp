@@ -287,9 +287,8 @@ void draw(Profiler& profiler, const Asked& a, const StepTime& time) {
                 pipeline::draw_text(s, kMostColumns).c_str());
     return;
   }
-  char note[160];
-  std::snprintf(note, sizeof note,
-                "ranks wait %.1f %% of this, %.1f %% of a whole step; activations: at most %s",
+  const std::string note =
+      formatted("ranks wait %.1f %% of this, %.1f %% of a whole step; activations: at most %s",
                 100 * s.bubble_fraction(), 100 * time.waiting,
                 size_text(*std::max_element(s.peak.begin(), s.peak.end())).c_str());
   NamedOutput("--schedule", a.picture)

@@ -1,7 +1,6 @@
 #include "moesh/config/options.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 
 #include "moesh/base/text.h"
@@ -340,15 +339,6 @@ std::vector<Option> make_options() {
 }
 #undef MOESH_OPTION
 
-// A whole text as a number; nullopt if any of it is something else.
-template <class T>
-std::optional<T> number(const std::string& text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
 std::optional<Value> from_text(const std::string& text, const Value& like) {
   if (std::holds_alternative<std::string>(like)) return text;
   if (std::holds_alternative<bool>(like)) {
@@ -356,10 +346,10 @@ std::optional<Value> from_text(const std::string& text, const Value& like) {
     return std::nullopt;
   }
   if (std::holds_alternative<std::int64_t>(like)) {
-    if (const auto whole = number<std::int64_t>(text)) return *whole;
+    if (const auto whole = number_of<std::int64_t>(text)) return *whole;
     return std::nullopt;
   }
-  if (const auto real = number<double>(text)) return *real;
+  if (const auto real = number_of<double>(text)) return *real;
   return std::nullopt;
 }
 
@@ -383,10 +373,7 @@ std::string ValueRule::describe(const Value& like) const {
   if (std::holds_alternative<bool>(like)) return "true or false";
   if (std::holds_alternative<std::string>(like)) {
     if (choices.empty()) return "a text";
-    std::string text = choices.front();
-    for (std::size_t i = 1; i < choices.size(); ++i)
-      text += (i + 1 < choices.size() ? ", " : " or ") + choices[i];
-    return text;
+    return joined_by_or(choices);
   }
   const std::string what = std::holds_alternative<std::int64_t>(like) ? "an integer" : "a number";
   return std::isfinite(least) ? what + (above ? " " : ", ") + range() : what;

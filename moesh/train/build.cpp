@@ -9,9 +9,9 @@
 #include <functional>
 #include <map>
 #include <numeric>
-#include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/param.h"
@@ -94,16 +94,10 @@ NamesInFiles names_in_files(const Config& config) {
   return names;
 }
 
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
-  return parts;
-}
-
 // The names between the commas of training.freeze.
 std::vector<std::string> globs_of(const Config& config) {
   std::vector<std::string> globs = split(config.training.freeze, ',');
+  if (globs.back().empty()) globs.pop_back();  // nothing, or a comma at the end
   for (std::string& glob : globs) {
     glob.erase(0, glob.find_first_not_of(' '));
     glob.erase(glob.find_last_not_of(' ') + 1);

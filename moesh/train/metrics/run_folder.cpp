@@ -5,13 +5,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <thread>
 #include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/comm/launch.h"
@@ -123,11 +123,8 @@ bool belongs_to_run(const std::string& name) {
 // here, the next start goes on with the same folder.
 void set_aside(const path& folder) {
   path target;
-  for (int number = 1; target.empty() || formats::exists(target / kMetrics); ++number) {
-    char name[16];
-    std::snprintf(name, sizeof name, "%04d", number);
-    target = folder / "earlier" / name;
-  }
+  for (int number = 1; target.empty() || formats::exists(target / kMetrics); ++number)
+    target = folder / "earlier" / formatted("%04d", number);
   checkpoint::make_folders(target);
   for (const std::string& name : formats::names_in(folder))
     if (belongs_to_run(name)) move(folder / name, target / name);

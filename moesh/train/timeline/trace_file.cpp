@@ -1,11 +1,11 @@
 #include "moesh/train/timeline/trace_file.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/json.h"
 
 namespace moesh::train {
@@ -28,9 +28,7 @@ const char* to_string(SliceKind kind) {
 }
 
 std::string micros(std::int64_t nanoseconds) {
-  char text[40];
-  std::snprintf(text, sizeof text, "%.3f", static_cast<double>(nanoseconds) / 1e3);
-  return text;
+  return formatted("%.3f", static_cast<double>(nanoseconds) / 1e3);
 }
 
 class Events {
