@@ -40,7 +40,7 @@ std::string ranks_text(const RankKind& k) {
     text += detail::concat(text.empty() ? "" : ",", k.ranks[first]);
     if (i > first) text += "-" + std::to_string(k.ranks[i]);
   }
-  return k.ranks.size() == 1 ? text : detail::concat(text, " (", k.rank_of_pp, ")");
+  return k.ranks.size() == 1 ? text : detail::concat(text, " (", k.most.rank_of_pp, ")");
 }
 
 std::string times_text(int num, std::int64_t bytes) {
@@ -52,15 +52,16 @@ void print_pipeline(const std::vector<RankKind>& kinds) {
               "parameters", "weights", "optimizer", "activations", "peak", "sent", "alive",
               "for weights");
   for (const RankKind& k : kinds) {
+    const Estimate& e = k.most;
     std::int64_t activation = 0, kept = 0;
-    for (const StageLive& s : k.live.stages)
+    for (const StageLive& s : e.live.stages)
       activation = std::max(activation, s.activation), kept = std::max(kept, s.kept);
     std::printf("%-12s %-14s %17s %11s %11s %11s %11s %11s %15s %15s\n", ranks_text(k).c_str(),
-                layers_text(k.layers).c_str(), with_commas(k.num_parameters).c_str(),
-                size_text(k.state.weights).c_str(), size_text(k.state.optimizer).c_str(),
-                size_text(k.activations()).c_str(), size_text(k.peak).c_str(),
-                size_text(k.sent).c_str(), times_text(k.live.num_alive, activation).c_str(),
-                times_text(k.live.num_halves, kept).c_str());
+                layers_text(k.layers).c_str(), with_commas(e.num_stage_parameters).c_str(),
+                size_text(e.state.weights).c_str(), size_text(e.state.optimizer).c_str(),
+                size_text(e.activations()).c_str(), size_text(e.peak).c_str(),
+                size_text(k.sent).c_str(), times_text(e.live.num_alive, activation).c_str(),
+                times_text(e.live.num_halves, kept).c_str());
   }
 }
 

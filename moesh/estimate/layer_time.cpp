@@ -4,7 +4,7 @@
 
 namespace moesh::estimate {
 
-void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward) {
+void add_to(pipeline::Lane& lane, const DirectionTime& p, const DirectionTime& forward) {
   const double home = std::min(p.between, forward.between / 2),
                home_inside = std::min(p.inside, forward.inside / 2),
                counts = &p == &forward ? 1e-9 : 0;
@@ -32,7 +32,7 @@ bool shares_gathers(const Config& config, const MeshShape& mesh) {
 namespace {
 
 // What a pass hides beside another one like it, in a model of many such layers.
-double hidden_in_pairs(const Pass& p, const Pass& forward) {
+double hidden_in_pairs(const DirectionTime& p, const DirectionTime& forward) {
   constexpr int kLayers = 16;
   pipeline::Lane lane;
   for (int i = 0; i < kLayers; ++i) add_to(lane, p, forward);
@@ -43,7 +43,7 @@ double hidden_in_pairs(const Pass& p, const Pass& forward) {
 struct ParameterBytes {
   double gather = 0, gradients = 0;
 };
-ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
+ParameterBytes parameter_bytes(const PartProfile& p, const LayerContext& s) {
   constexpr double kMaster = 4;                                   // bytes of a number at rest
   const double later = 1 - 1 / static_cast<double>(s.num_micro);  // that are not the first
   ParameterBytes bytes;
@@ -61,13 +61,13 @@ ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
   return bytes;
 }
 
-double seconds_of(const Setting& s, const comm::Ledger::value_type& entry) {
+double seconds_of(const LayerContext& s, const comm::Ledger::value_type& entry) {
   const auto& [key, traffic] = entry;
   return seconds(s.cluster, group_shape(s.cluster, s.mesh, axes_of(key.first)), key.second,
                  static_cast<double>(traffic.num_bytes), static_cast<double>(traffic.num_calls));
 }
 
-void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
+void add_traffic(const comm::Ledger& traffic, const LayerContext& s, DirectionTime& to) {
   for (const auto& entry : traffic) {
     const Axes axes = axes_of(entry.first.first);
     if ((axes & (dp_replicate | dp_shard | efsdp)) != none) continue;
@@ -82,7 +82,8 @@ void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
 }
 
 // Keys and values of half the heads travel behind attention of the others; latents do not.
-void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, Pass& of) {
+void hide_keys(const comm::Ledger& traffic, const LayerContext& s, double attention,
+               DirectionTime& of) {
   const models::ModelFacts facts = models::facts(s.config.model.architecture);
   if (facts.sends_latents || facts.num_kv_heads / s.mesh.tp % 2 != 0) return;
   double keys = 0;
@@ -93,8 +94,8 @@ void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, 
 
 }  // namespace
 
-Parts parts_of(const PartProfile& p, const Setting& s) {
-  Parts out;
+LayerTime parts_of(const PartProfile& p, const LayerContext& s) {
+  LayerTime out;
   const double of_step = s.moves_parameters ? 1 / static_cast<double>(s.num_micro) : 0;
   const Compute forward = compute_of(p.work.forward, s.cluster, of_step),
                 again = compute_of(p.work.again, s.cluster),
@@ -149,7 +150,7 @@ Parts parts_of(const PartProfile& p, const Setting& s) {
   return out;
 }
 
-Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s) {
+LayerTime parts_of_end(PartProfile ends, double part, bool is_first, const LayerContext& s) {
   const auto take = [part](std::int64_t& n) {
     n = static_cast<std::int64_t>(part * static_cast<double>(n));
   };
@@ -158,7 +159,7 @@ Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& 
     for (auto& [key, entry] : *traffic) take(entry.num_calls), take(entry.num_bytes);
   if (part < 1 && is_first) ends.work.forward.clear(), ends.work.again.clear();
   if (part < 1 && !is_first) ends.work.backward.clear();
-  Parts parts = parts_of(ends, s);
+  LayerTime parts = parts_of(ends, s);
   parts.weights = 0;
   return parts;
 }

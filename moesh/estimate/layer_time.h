@@ -10,7 +10,7 @@
 namespace moesh::estimate {
 
 /// Seconds of one micro-batch on a rank in one direction, by what goes on beside what.
-struct Pass {
+struct DirectionTime {
   double before = 0;      // computing until rows go to their experts
   double at_experts = 0;  // with rows that have come there
   double after = 0;       // when they are home
@@ -25,7 +25,7 @@ struct Pass {
   double travel() const { return between + inside; }
   double rows() const { return travel() - hidden + apart; }
   double all() const { return compute() + rows() + tensor + storage; }
-  void add(const Pass& p, double times = 1) {
+  void add(const DirectionTime& p, double times = 1) {
     before += times * p.before, at_experts += times * p.at_experts, after += times * p.after;
     between += times * p.between, inside += times * p.inside, hidden += times * p.hidden;
     apart += times * p.apart, tensor += times * p.tensor, storage += times * p.storage;
@@ -33,13 +33,13 @@ struct Pass {
 };
 
 /// Seconds of both directions, of a layer or of a stage.
-struct Parts {
-  Pass forward, backward;
+struct LayerTime {
+  DirectionTime forward, backward;
   Compute compute;     // of both, by kernels
   double again = 0;    // part of it: forward once more, in backward
   double weights = 0;  // part of backward: gradients of weights, which can be left for later
 
-  void add(const Parts& p, double times = 1) {
+  void add(const LayerTime& p, double times = 1) {
     forward.add(p.forward, times), backward.add(p.backward, times);
     compute.add(p.compute, times);
     again += times * p.again, weights += times * p.weights;
@@ -56,7 +56,7 @@ struct Parts {
 bool shares_gathers(const Config& config, const MeshShape& mesh);
 
 /// A step as far as the time of a layer depends on it.
-struct Setting {
+struct LayerContext {
   const Config& config;
   const Cluster& cluster;
   MeshShape mesh;
@@ -78,15 +78,15 @@ struct Setting {
   }
 };
 
-Parts parts_of(const PartProfile& p, const Setting& s);
+LayerTime parts_of(const PartProfile& p, const LayerContext& s);
 /// The part of what is around the layers that a stage has: the embedding, whose backward is one, or
 /// the head, whose backward is in forward.
-Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s);
+LayerTime parts_of_end(PartProfile ends, double part, bool is_first, const LayerContext& s);
 
 /// Adds what a layer does in one direction. As many rows come home as go there in forward; the
 /// others of backward go there with them. In forward their counts come first, for which the rank
 /// waits, behind rows that are under way (their own time is among that of the rows).
-void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward);
+void add_to(pipeline::Lane& lane, const DirectionTime& p, const DirectionTime& forward);
 /// How much sooner two lanes end that take turns.
 double gain_of_turns(const std::vector<pipeline::Lane>& lanes);
 

@@ -11,18 +11,18 @@ namespace moesh::estimate {
 namespace {
 
 // The loss and its gradients are computed in forward, and nothing of them again.
-pipeline::StageCosts costs_of(const Parts& p) {
+pipeline::StageCosts costs_of(const LayerTime& p) {
   return {.forward = p.forward.all(),
           .backward_input = p.backward.all() - p.weights,
           .backward_weight = p.weights};
 }
 
-Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
+BackwardOrder stages_of(const MeshShape& mesh, const std::string& schedule) {
   const bool in_halves = pipeline::has_halves(schedule);
-  return mesh.pp == 1          ? Stages::one
-         : in_halves           ? Stages::in_halves
-         : schedule == "gpipe" ? Stages::after_all
-                               : Stages::soon;
+  return mesh.pp == 1          ? BackwardOrder::one
+         : in_halves           ? BackwardOrder::in_halves
+         : schedule == "gpipe" ? BackwardOrder::after_all
+                               : BackwardOrder::soon;
 }
 
 // Whether forwards and backwards of a pipeline are under way at once.
@@ -36,7 +36,7 @@ struct Pipe {
   std::int64_t num_micro = 1;
   pipeline::StagePlan plan;
   train::PipelineOptions options;
-  std::vector<Parts> stages;
+  std::vector<LayerTime> stages;
   std::vector<double> ends;  // of each: computing embedding, head and loss
   pipeline::Costs costs;
   std::vector<StateMemory> state;  // of each stage
@@ -58,7 +58,7 @@ bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int 
 }
 
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-               const Order& order, Stages stages) {
+               const Order& order, BackwardOrder stages) {
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   Pipe pipe{.num_micro =
@@ -72,22 +72,23 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   MeshShape layer_mesh = mesh;
   layer_mesh.pp = 1;
   const Profile profile = profiler.on(layer_mesh, stages);
-  const Setting setting{.config = config,
-                        .cluster = cluster,
-                        .mesh = mesh,
-                        .num_micro = pipe.num_micro,
-                        .in_pairs = Setting::pairs(order.overlap_experts, mesh, pipe.num_micro)};
-  std::map<bool, Parts> layer_parts;
+  const LayerContext setting{
+      .config = config,
+      .cluster = cluster,
+      .mesh = mesh,
+      .num_micro = pipe.num_micro,
+      .in_pairs = LayerContext::pairs(order.overlap_experts, mesh, pipe.num_micro)};
+  std::map<bool, LayerTime> layer_parts;
   for (const auto& [is_moe, p] : profile.layers) layer_parts[is_moe] = parts_of(p, setting);
   size_t layer = 0;
   for (size_t s = 0; s < pipe.plan.size(); ++s) {
-    Parts stage;
+    LayerTime stage;
     pipeline::Lane forward, backward;
     StateMemory state;
     double activations = 0, kept = 0, gathered = 0;
     for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
       const PartProfile& p = profile.layers.at(model.is_moe[layer]);
-      const Parts& parts = layer_parts.at(model.is_moe[layer]);
+      const LayerTime& parts = layer_parts.at(model.is_moe[layer]);
       stage.add(parts);
       pipeline::Lane of_layer;
       add_to(of_layer, parts.backward, parts.forward);
@@ -101,7 +102,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
     state = state.plus(profile.ends.dense,
                        both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
     if (is_last) state = state.plus(profile.ends.experts);
-    Parts end;
+    LayerTime end;
     if (is_first || is_last) {
       const double of_first = std::min(0.5, model.of_first);
       end = parts_of_end(profile.ends,
@@ -129,7 +130,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
       c.backward_links = hidden - c.forward_links;
     }
     c.activation = setting.in_pairs > 0 ? 2 * activations : activations;
-    c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
+    c.kept_for_weights = kept;
     pipe.costs.stages.push_back(c);
   }
   const double bytes_of_number = config.training.dtype == "bfloat16"  ? 2
@@ -158,21 +159,21 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
 // What no order of the actions undercuts, with parameters and gradients moved in no time: a rank
 // works on all micro-batches, after the first has come to it through the stages before; where
 // backward is whole, the last one goes back through these afterwards.
-double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
+double fewest_seconds(const Pipe& pipe, const std::vector<LayerTime>& work,
                       const std::vector<int>& rank_of) {
   const bool in_halves = pipeline::has_halves(pipe.options.schedule);
   std::vector<bool> is_seen(work.size(), false);
   double before = 0, most = 0;
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(rank_of[s]);
-    const Parts& w = work[rank];
+    const LayerTime& w = work[rank];
     if (!is_seen[rank])
       most = std::max(most,
                       before + static_cast<double>(pipe.num_micro) *
                                    (w.all() - w.storage() -
                                     (pipe.options.overlap_experts ? w.between() + w.inside() : 0)));
     is_seen[rank] = true;
-    const Parts& stage = pipe.stages[s];
+    const LayerTime& stage = pipe.stages[s];
     before +=
         in_halves ? stage.forward.all() - stage.forward.storage : stage.all() - stage.storage();
   }
@@ -232,7 +233,7 @@ double seconds_of_muon(const ModelShape& model, int num_ranks, const Cluster& gp
 
 // Nothing where no schedule, and no size of a micro-batch, gives more than `least` tokens a second.
 std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                              const Order& how, Stages stages, double least) {
+                              const Order& how, BackwardOrder stages, double least) {
   const MeshShape mesh = shape.validated();
   const std::string& schedule = how.schedule;
   const Config& config = profiler.config();
@@ -241,7 +242,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   const std::int64_t simulated_micro = enough_micro(pipe, mesh);
   const auto order = schedule_of(pipe, mesh, simulated_micro);
 
-  std::vector<Parts> work(static_cast<size_t>(mesh.pp));
+  std::vector<LayerTime> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
   std::vector<double> always(work.size()), gathered(work.size()), ends(work.size());
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
@@ -285,7 +286,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   }
   out.update += seconds_of_muon(model, mesh.num_ranks(), cluster);
   const auto busiest = std::max_element(busy.begin(), busy.end()) - busy.begin();
-  const Parts& longest = work[static_cast<size_t>(busiest)];
+  const LayerTime& longest = work[static_cast<size_t>(busiest)];
   const double longest_busy = busy[static_cast<size_t>(busiest)],
                whole = simulation.time + num_more * longest.all();
   out.compute = num_micro * longest.compute.all(), out.tensor = num_micro * longest.tensor();
@@ -321,7 +322,7 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
 std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
                                         const MeshShape& mesh, const Order& order, double least,
                                         double limit) {
-  auto time = timed(profiler, cluster, mesh, order, Stages::one, least);
+  auto time = timed(profiler, cluster, mesh, order, BackwardOrder::one, least);
   if (!time || mesh.pp == 1 || time->tokens_per_second() <= least) return time;
   const bool is_least = profiler.config().parallelism.fsdp_reshard_after_forward;
   if (is_least && time->peak > limit) return time;
@@ -343,9 +344,9 @@ double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, con
   const ModelShape& model = profiler.model();
   const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length);
   const Profile profile = profiler.on(mesh);
-  const Setting setting{
+  const LayerContext setting{
       .config = config, .cluster = cluster, .mesh = mesh, .moves_parameters = false};
-  Parts sum;
+  LayerTime sum;
   for (const bool is_moe : model.is_moe) sum.add(parts_of(profile.layers.at(is_moe), setting));
   sum.add(parts_of(profile.ends, setting));
   double compute = sum.compute.all();
