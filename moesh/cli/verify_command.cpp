@@ -9,6 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/base/timeline.h"
 #include "moesh/cli/command_line.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
@@ -25,10 +26,6 @@ using namespace moesh::verify;
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 // Where a rank throws, the first may never have begun.
 bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
