@@ -106,24 +106,35 @@ const visibleRuns = () => runs.filter((r) => r.visible && r.count > 0);
 // Whether there is something to see: a number that is not zero.
 const hasValues = (ys) => Boolean(ys) && ys.some((y) => y);
 
-// One curve of each run, or several where columns are asked for by prefix.
-function ofRuns(...columns) {
-  const series = [];
-  for (const run of visibleRuns()) {
-    columns.forEach(({name, label = '', dash = null, sharp = false}) => {
-      const ys = run.columns[name];
-      if (!hasValues(ys)) return;
-      series.push({
-        label: run.name + (label && ' ' + label),
-        color: run.color,
-        dash,
-        xs: run.x(state.axis),
-        ys: sharp ? ys : smoothed(ys, state.smooth)
-      });
-    });
-  }
-  return series;
+// A curve of a run, with a number for each record; `style` has what is not as usual.
+const lineOf = (run, label, ys, style = {}) => ({
+  label: run.name + label,
+  color: run.color,
+  dash: null,
+  xs: run.x(state.axis),
+  ys: style.sharp ? ys : smoothed(ys, state.smooth),
+  ...style
+});
+
+// One of numbers that few records have: number i of all such curves.
+function sparseLineOf(run, label, ys, i) {
+  const all = run.x(state.axis), has = [...ys.keys()].filter((k) => !Number.isNaN(ys[k]));
+  return lineOf(run, label, ys, {
+    // Its own dash on every run, and its own colour where there is one run.
+    color: runs.length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
+    dash: DASHES[i % DASHES.length],
+    points: has.length <= 200,
+    xs: has.map((k) => all[k]),
+    ys: has.map((k) => ys[k])
+  });
 }
+const DASHES = [[7, 3], [2, 2], [9, 3, 2, 3], [14, 4], [2, 6], [9, 3, 2, 3, 2, 3]];
+
+// A curve of each run, or several.
+const ofRuns = (...columns) => visibleRuns().flatMap(
+    (run) => columns.filter(({name}) => hasValues(run.columns[name]))
+                 .map(({name, label = '', ...style}) =>
+                          lineOf(run, label && ' ' + label, run.columns[name], style)));
 
 const chosen = () => runs[state.run];
 function parts(prefix, names) {
@@ -138,31 +149,13 @@ function parts(prefix, names) {
 }
 const suffixes = (prefix) => chosen().names(prefix).map((n) => n.slice(prefix.length));
 
-// A validation set has its own dash on every run, and its own colour where there is one run.
-const DASHES = [[7, 3], [2, 2], [9, 3, 2, 3], [14, 4], [2, 6], [9, 3, 2, 3, 2, 3]];
 function withValidation() {
-  const series = ofRuns({name: 'loss'}), shown = visibleRuns();
   const sets = [...new Set(runs.flatMap((r) => r.names('validation.')))].sort();
-  for (const run of shown)
-    for (const name of run.names('validation.')) {
-      const set = sets.indexOf(name);
-      const xs = [], ys = [], all = run.x(state.axis);
-      run.columns[name].forEach((y, i) => {
-        if (!Number.isNaN(y)) {
-          xs.push(all[i]);
-          ys.push(y);
-        }
-      });
-      series.push({
-        label: `${run.name} on ${name.slice(11)}`,
-        color: runs.length === 1 ? COLORS[(set + 1) % COLORS.length] : run.color,
-        dash: DASHES[set % DASHES.length],
-        points: ys.length <= 200,
-        xs,
-        ys
-      });
-    }
-  return series;
+  const ofSets = visibleRuns().flatMap(
+      (run) => run.names('validation.')
+                   .map((name) => sparseLineOf(
+                            run, ` on ${name.slice(11)}`, run.columns[name], sets.indexOf(name))));
+  return [...ofRuns({name: 'loss'}), ...ofSets];
 }
 
 // GiB that a process was expected to hold: the tensors of its ranks, and on the CPU, where all of
@@ -179,16 +172,14 @@ function memoryOn(device) {
   return on.flatMap((run) => {
     const xs = run.x(state.axis), ys = run.columns.memory_gib, held = expectedMemory(run.start);
     if (!hasValues(ys)) return [];
-    const measured = {label: run.name, color: run.color, dash: null, xs, ys};
+    const measured = lineOf(run, '', ys, {sharp: true});
     if (Number.isNaN(held)) return [measured];
     return [
-      measured, {
-        label: run.name + ' as estimated',
-        color: run.color,
+      measured, lineOf(run, ' as estimated', ys, {
         dash: [3, 3],
         xs: [xs[0], xs[xs.length - 1]],
         ys: [held, held]
-      }
+      })
     ];
   });
 }
@@ -199,22 +190,7 @@ function meanEntropy() {
     if (!layers.length) return [];
     const least = layers[0].map((_, i) => Math.min(...layers.map((l) => l[i])));
     const mean = layers[0].map((_, i) => layers.reduce((sum, l) => sum + l[i], 0) / layers.length);
-    return [
-      {
-        label: run.name + ' mean of layers',
-        color: run.color,
-        dash: null,
-        xs: run.x(state.axis),
-        ys: smoothed(mean, state.smooth)
-      },
-      {
-        label: run.name + ' least',
-        color: run.color,
-        dash: [3, 3],
-        xs: run.x(state.axis),
-        ys: smoothed(least, state.smooth)
-      }
-    ];
+    return [lineOf(run, ' mean of layers', mean), lineOf(run, ' least', least, {dash: [3, 3]})];
   });
 }
 
@@ -223,30 +199,13 @@ const FLOAT8 = ['experts', 'dense'].flatMap(
 
 // What float8 rounds to 0, of all layers the most: a line for each kind of number. Not every step
 // counts.
-function float8Zeros() {
-  const series = [];
-  for (const run of visibleRuns())
-    for (const [i, what] of FLOAT8.entries()) {
-      const layers = run.names(`float8.${what}.zeros.`).map((n) => run.columns[n]);
-      if (!layers.length) continue;
-      const all = run.x(state.axis), xs = [], ys = [];
-      all.forEach((x, i) => {
-        const shares = layers.map((l) => l[i]).filter((y) => !Number.isNaN(y));
-        if (!shares.length) return;
-        xs.push(x);
-        ys.push(Math.max(...shares));
-      });
-      series.push({
-        label: `${run.name} ${what.replace('.', ' ')}`,
-        color: visibleRuns().length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
-        dash: DASHES[i % DASHES.length],
-        points: ys.length <= 200,
-        xs,
-        ys
-      });
-    }
-  return series;
-}
+const float8Zeros = () => visibleRuns().flatMap((run) => FLOAT8.flatMap((what, i) => {
+  const layers = run.names(`float8.${what}.zeros.`).map((n) => run.columns[n]);
+  if (!layers.length) return [];
+  const most = layers[0].map(
+      (_, k) => layers.reduce((m, l) => (Number.isNaN(m) ? l[k] : l[k] > m ? l[k] : m), NaN));
+  return [sparseLineOf(run, ' ' + what.replace('.', ' '), most, i)];
+}));
 
 // A chart of one column of the runs.
 const curve = (name, title, unit, more = {}) =>
