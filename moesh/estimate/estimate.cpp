@@ -87,7 +87,7 @@ class Pipeline {
                        num_more = (num_micro_ - begin) / together - 1;
     comm::Ledger all = DryRank(config_, rank).step(begin + together).traffic, more = all;
     add(more, DryRank(config_, rank).step(begin).traffic, -1);
-    add(all, more, num_more);
+    add(all, more, static_cast<double>(num_more));
     return all;
   }
 
@@ -140,6 +140,10 @@ class Pipeline {
   std::vector<models::LayerRange> stages_;
 };
 
+std::int64_t multiple(std::int64_t n, double times) {
+  return std::llround(times * static_cast<double>(n));
+}
+
 std::int64_t sum_of(const comm::Ledger& traffic) {
   std::int64_t sum = 0;
   for (const auto& [key, entry] : traffic) sum += entry.num_bytes;
@@ -149,17 +153,14 @@ std::int64_t sum_of(const comm::Ledger& traffic) {
 }  // namespace
 
 StateMemory StateMemory::plus(const StateMemory& other, double times) const {
-  const auto sum = [&](std::int64_t a, std::int64_t b) {
-    return a + std::llround(times * static_cast<double>(b));
-  };
-  return {sum(weights, other.weights), sum(gradients, other.gradients),
-          sum(optimizer, other.optimizer)};
+  return {weights + multiple(other.weights, times), gradients + multiple(other.gradients, times),
+          optimizer + multiple(other.optimizer, times)};
 }
 
-void add(comm::Ledger& to, const comm::Ledger& other, std::int64_t times) {
+void add(comm::Ledger& to, const comm::Ledger& other, double times) {
   for (const auto& [key, entry] : other) {
-    to[key].num_bytes += times * entry.num_bytes;
-    to[key].num_calls += times * entry.num_calls;
+    to[key].num_bytes += multiple(entry.num_bytes, times);
+    to[key].num_calls += multiple(entry.num_calls, times);
   }
 }
 

@@ -29,7 +29,7 @@ struct StateMemory {
 };
 
 /// Adds so many times the other.
-void add(comm::Ledger& to, const comm::Ledger& other, std::int64_t times);
+void add(comm::Ledger& to, const comm::Ledger& other, double times);
 
 /// Bytes that one micro-batch holds on a stage.
 struct StageLive {

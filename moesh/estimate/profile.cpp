@@ -118,10 +118,15 @@ void add(kernels::meta::WorkLedger& to, const kernels::meta::WorkLedger& other, 
   for (const auto& [kernel, count] : other)
     if ((to[kernel] += times * count) == 0) to.erase(kernel);
 }
-void subtract(PassWork& from, const PassWork& other) {
-  add(from.forward, other.forward, -1), add(from.again, other.again, -1);
-  add(from.backward, other.backward, -1);
-  estimate::add(from.sent_in_forward, other.sent_in_forward, -1);
+// The first and so many times the other.
+PartProfile plus(PartProfile p, const PartProfile& other, double times) {
+  p.dense = p.dense.plus(other.dense, times), p.experts = p.experts.plus(other.experts, times);
+  p.activations += times * other.activations, p.tp_gradients += times * other.tp_gradients;
+  estimate::add(p.traffic, other.traffic, times);
+  estimate::add(p.work.sent_in_forward, other.work.sent_in_forward, times);
+  for (auto ledger : {&PassWork::forward, &PassWork::again, &PassWork::backward})
+    add(p.work.*ledger, other.work.*ledger, times);
+  return p;
 }
 
 // What a ring over n ranks sends of what it moves.
@@ -137,25 +142,6 @@ PartProfile part(const Estimate& e) {
   if (e.mesh.tp > 1)
     p.traffic[kSumOverTp].num_bytes -=
         static_cast<std::int64_t>(2 * sent(e.mesh.tp) * p.tp_gradients);
-  return p;
-}
-
-PartProfile difference(PartProfile a, const PartProfile& b) {
-  a.dense = a.dense.plus(b.dense, -1), a.experts = a.experts.plus(b.experts, -1);
-  a.activations -= b.activations, a.tp_gradients -= b.tp_gradients;
-  estimate::add(a.traffic, b.traffic, -1);
-  subtract(a.work, b.work);
-  return a;
-}
-
-PartProfile divided(PartProfile p, std::int64_t n) {
-  const double part = 1 / static_cast<double>(n);
-  p.dense = StateMemory().plus(p.dense, part), p.experts = StateMemory().plus(p.experts, part);
-  p.activations *= part, p.tp_gradients *= part;
-  for (auto* ledger : {&p.traffic, &p.work.sent_in_forward})
-    for (auto& [key, entry] : *ledger) entry.num_bytes /= n, entry.num_calls /= n;
-  for (auto* ledger : {&p.work.forward, &p.work.again, &p.work.backward})
-    for (auto& [kernel, count] : *ledger) count *= part;
   return p;
 }
 
@@ -328,11 +314,11 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
   Profile profile;
   each_longer(models, [&](size_t shorter, size_t longer, std::int64_t layers) {
     profile.layers[models[longer].is_moe.back()] =
-        divided(difference(whole[longer], whole[shorter]), layers);
+        plus({}, plus(whole[longer], whole[shorter], -1), 1 / static_cast<double>(layers));
   });
   profile.ends = whole.back();
   for (const bool is_moe : models.back().is_moe) {
-    profile.ends = difference(profile.ends, profile.layers.at(is_moe));
+    profile.ends = plus(profile.ends, profile.layers.at(is_moe), -1);
     held -= profile.layers.at(is_moe).activations;
   }
   const double rest = profile.ends.activations;
