@@ -15,6 +15,7 @@
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 #include "tests/tier.h"
+#include "tests/train/take_step.h"
 
 namespace moesh::estimate {
 
