@@ -278,17 +278,11 @@ models::Lora lora(const Config& config) {
 }
 
 optim::Groups param_groups(const Config& config) {
-  std::vector<optim::GroupOptions> groups;
-  for (std::size_t i = 0; i < config.optimizer.group.size(); ++i) {
-    const GroupSection& g = config.optimizer.group[i];
-    MOESH_CHECK(g.weight_decay >= 0 || g.weight_decay == -1, ErrorKind::config,
+  const auto& groups = config.optimizer.group;
+  for (std::size_t i = 0; i < groups.size(); ++i)
+    MOESH_CHECK(groups[i].weight_decay >= 0 || groups[i].weight_decay == -1, ErrorKind::config,
                 describe_option(config, detail::concat("optimizer.group.", i, ".weight_decay")),
                 "; it takes 0 or more, or -1: as optimizer.weight_decay says");
-    groups.push_back(
-        {.match = g.match,
-         .lr_scale = g.lr_scale,
-         .weight_decay = g.weight_decay < 0 ? std::nullopt : std::optional(g.weight_decay)});
-  }
   return optim::Groups(groups);
 }
 
@@ -304,18 +298,15 @@ bool document_mask(const Config& config) {
     return data::find_kind(data::resolved_kind(kind, path)).has_documents;
   };
   if (config.data.source.empty()) return has_several(config.data.kind, config.data.path);
-  for (const SourceSection& s : config.data.source)
+  for (const data::SourceOptions& s : config.data.source)
     if (has_several(s.kind, s.path)) return true;
   return false;
 }
 
 data::DatasetOptions dataset_options(const Config& config) {
-  std::vector<data::SourceOptions> sources;
-  for (const SourceSection& s : config.data.source)
-    sources.push_back({.kind = s.kind,
-                       .path = s.path,
-                       .name = s.name.empty() ? s.path : s.name,
-                       .weight = s.weight});
+  std::vector<data::SourceOptions> sources = config.data.source;
+  for (data::SourceOptions& s : sources)
+    if (s.name.empty()) s.name = s.path;
   return {.kind = config.data.kind,
           .path = config.data.path,
           .sources = std::move(sources),
@@ -333,7 +324,7 @@ std::int64_t num_mtp_layers(const Config& config) {
   return models::facts(config.model.architecture).num_mtp_layers;
 }
 
-data::DatasetOptions validation_options(const Config& config, const ValidationSource& source) {
+data::DatasetOptions validation_options(const Config& config, const data::SourceOptions& source) {
   data::DatasetOptions options = dataset_options(config);
   options.kind = source.kind, options.path = source.path;
   options.sources.clear(), options.shuffle = false;

@@ -6,6 +6,7 @@
 #include "moesh/base/text.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/rules.h"
+#include "moesh/optim/schedule.h"
 #include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
@@ -190,7 +191,7 @@ std::vector<Option> make_options() {
                    at_least(0)),
 
       MOESH_OPTION(numbers, lr_scheduler, kind, "shape of the learning rate after warm-up",
-                   one_of({"cosine", "linear", "wsd", "constant"})),
+                   one_of(optim::lr_schedule_names())),
       MOESH_OPTION(numbers, lr_scheduler, warmup_steps,
                    "steps in which the learning rate grows linearly from 0", at_least(0)),
       MOESH_OPTION(numbers, lr_scheduler, decay_ratio,
@@ -417,21 +418,13 @@ Value converted(const Setting& setting, const Value& like, const ValueRule& rule
 }
 
 const std::vector<Degree>& degrees() {
-  static const std::vector<Degree> all{
-      {"pp", "parallelism.pipeline_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.pp; }},
-      {"dp_replicate", "parallelism.data_parallel_replicate_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.dp_replicate; }},
-      {"dp_shard", "parallelism.data_parallel_shard_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.dp_shard; }},
-      {"cp", "parallelism.context_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.cp; }},
-      {"tp", "parallelism.tensor_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.tp; }},
-      {"ep", "parallelism.expert_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.ep; }},
-      {"etp", "parallelism.expert_tensor_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.etp; }}};
+  static const std::vector<Degree> all{{pp, "parallelism.pipeline_parallel_degree"},
+                                       {dp_replicate, "parallelism.data_parallel_replicate_degree"},
+                                       {dp_shard, "parallelism.data_parallel_shard_degree"},
+                                       {cp, "parallelism.context_parallel_degree"},
+                                       {tp, "parallelism.tensor_parallel_degree"},
+                                       {ep, "parallelism.expert_parallel_degree"},
+                                       {etp, "parallelism.expert_tensor_parallel_degree"}};
   return all;
 }
 
