@@ -26,7 +26,7 @@ struct LrSchedule {
   double min_lr_factor = 0.0;  // the floor
 
   void validate() const;
-  /// Of the peak, in a step of a valid one.
+  /// The factor in a step of a valid schedule.
   double factor(std::int64_t step) const;
 };
 
