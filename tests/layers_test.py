@@ -65,7 +65,7 @@ ESCAPES = [
     ("moesh/nn/vocabulary.cpp", "assume<Dense{T, T, P}>", "tests/nn/layouts_test.cpp", "Layouts, AnEmbeddingIsAPartialSum"),
     ("moesh/nn/vocabulary.cpp", "assume<Dense{T, T, R}>", "tests/nn/layouts_test.cpp", "Layouts, TheBestWordIsThatOfTheWholeVocabulary"),
     ("moesh/nn/vocabulary.cpp", "assume<Dense{P, P, I}>", "tests/nn/layouts_test.cpp", "Layouts, ALossOfTheVocabularyIsTheSameOnTp"),
-    ("moesh/optim/params.cpp", "assume<Dense{P, P, P}>", "tests/optim/grad_norm_test.cpp", "GradNorm, IsThatOfOneRankOnEveryMesh"),
+    ("moesh/optim/optimizer.cpp", "assume<Dense{P, P, P}>", "tests/optim/grad_norm_test.cpp", "GradNorm, IsThatOfOneRankOnEveryMesh"),
     ("moesh/train/step.cpp", "assume<Dense{P, I, I}>", "tests/train/step_test.cpp", "Steps, CountsTheValidTokensOfAllRanksOnce"),
     ("moesh/train/step.cpp", "assume<Dense{P, P, P}>", "tests/train/step_test.cpp", "Steps, AWrongLabelIsNamedAndNothingMovesOnAnyRank"),
     ("moesh/train/validation.cpp", "assume<Dense{P, I, I}>", "tests/train/validation_test.cpp", "Validation, IsTheLossOfTheSameSequencesInTraining"),

@@ -19,9 +19,10 @@
 #include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
-#include "moesh/train/memory.h"
+#include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/step.h"
+#include "tests/train/take_step.h"
 
 namespace moesh {
 namespace {

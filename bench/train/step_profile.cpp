@@ -34,7 +34,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/train/build.h"
-#include "moesh/train/memory.h"
+#include "moesh/train/metrics/record.h"
 #include "moesh/train/step.h"
 
 namespace moesh {

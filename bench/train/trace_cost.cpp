@@ -22,7 +22,8 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "moesh/train/step.h"
-#include "moesh/train/timeline/kernels.h"
+#include "moesh/train/timeline/record.h"
+#include "tests/train/take_step.h"
 
 namespace moesh {
 namespace {

@@ -1,10 +1,41 @@
 #include "moesh/base/text.h"
 
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 
 namespace moesh {
+
+std::vector<std::string> split(std::string_view text, char separator) {
+  std::vector<std::string> parts;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(separator, begin), text.size());
+    parts.emplace_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+std::string formatted(const char* format, ...) {
+  va_list arguments, again;
+  va_start(arguments, format);
+  va_copy(again, arguments);
+  std::string text(static_cast<std::size_t>(std::vsnprintf(nullptr, 0, format, arguments)), ' ');
+  std::vsnprintf(text.data(), text.size() + 1, format, again);
+  va_end(again);
+  va_end(arguments);
+  return text;
+}
+
+std::string size_text(double bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  std::size_t i = 0;
+  for (; std::abs(bytes) >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
+  return formatted("%.*f %s", i == 0 ? 0 : 2, bytes, units[i]);
+}
 
 // Table 3-7 of the Unicode standard.
 Utf8Sequence first_utf8(std::string_view bytes) {
@@ -72,9 +103,7 @@ std::string escaped(std::string_view text, std::string_view kept) {
     if (valid && (is_harmless(letter) || kept.find(text[0]) != std::string_view::npos)) {
       safe += text.substr(0, size);
     } else {
-      char code[16];
-      std::snprintf(code, sizeof code, size == 1 ? "\\x%02x" : "\\u%04x", letter);
-      safe += code;
+      safe += size == 1 ? formatted("\\x%02x", letter) : formatted("\\u%04x", letter);
     }
     text.remove_prefix(size);
   }

@@ -1,8 +1,10 @@
 #pragma once
 // Texts: numbers and lists as people read them, code points, and what is safe to print.
 
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -57,6 +59,25 @@ inline std::string joined_by_or(const std::vector<std::string>& names) {
     text += (i == 0 ? "" : i + 1 < names.size() ? ", " : " or ") + names[i];
   return text;
 }
+
+/// The parts between separators, empty ones as well: an empty text is one of them.
+std::vector<std::string> split(std::string_view text, char separator);
+
+/// A whole text as a number; nothing where any of it is something else.
+template <class T>
+std::optional<T> number_of(std::string_view text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+/// As printf writes it.
+__attribute__((format(printf, 1, 2))) std::string formatted(const char* format, ...);
+
+/// "512 B", "1.50 GiB".
+std::string size_text(double bytes);
+inline std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
 
 // Code points of UTF-8 texts. Functions want texts that are valid, unless they say otherwise.
 

@@ -15,6 +15,11 @@
 
 namespace moesh {
 
+/// Seconds that have passed.
+inline double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 /// The scope in which the host waits for counts of rows, by which it makes what rows come into.
 inline constexpr char kReadCounts[] = "read the counts of rows";
 

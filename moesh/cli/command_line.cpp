@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/config/merge.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
@@ -97,15 +97,6 @@ Args values_of(const CLI::App& app, const CommandOption& o) {
   return values;
 }
 
-int whole_number(const std::string& name, const std::string& text, int least) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && value >= least,
-              ErrorKind::config, name, " is '", text, "'; it takes a whole number, ", least,
-              " or more");
-  return value;
-}
-
 [[noreturn]] void throw_no_command(const std::vector<Command>& commands, const std::string& name) {
   std::string names;
   for (std::size_t i = 0; i < commands.size(); ++i)
@@ -146,7 +137,11 @@ Args Arguments::texts(const std::string& name) const {
 
 int Arguments::number(const std::string& name, int initial, int least) const {
   const auto given = text(name);
-  return given ? whole_number(name, *given, least) : initial;
+  if (!given) return initial;
+  const auto value = number_of<int>(*given);
+  MOESH_CHECK(value && *value >= least, ErrorKind::config, name, " is '", *given,
+              "'; it takes a whole number, ", least, " or more");
+  return *value;
 }
 
 double Arguments::real(const std::string& name, double initial) const {
@@ -247,15 +242,6 @@ std::int64_t parse_size(const std::string& text) {
   throw Error(
       ErrorKind::config,
       "--memory is '" + text + "'; it takes a number with its unit, such as 80GiB, 80GB or 500MiB");
-}
-
-std::string size_text(double bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-  size_t i = 0;
-  for (; std::abs(bytes) >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
-  char text[32];
-  std::snprintf(text, sizeof text, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
-  return text;
 }
 
 using formats::file_system;

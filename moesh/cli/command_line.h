@@ -85,10 +85,6 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
 /// does not mean bytes.
 std::int64_t parse_size(const std::string& text);
 
-/// "1.50 GiB"
-std::string size_text(double bytes);
-inline std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
-
 // A file that an option names for a result: --out, --json.
 
 /// Opened before the work whose result it gets. Does not wait for a pipe without a reader. Errors

@@ -9,6 +9,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
+#include "moesh/base/timeline.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/config/merge.h"
@@ -72,8 +73,6 @@ int run_demo(const Arguments& given) {
       "after two steps:\n\n");
   std::fflush(stdout);
   const int verified = run_command(joined(joined({"verify"}, kDemoModel), {"--dtype=float64"}));
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const auto num_last = static_cast<std::ptrdiff_t>(std::min<size_t>(20, s.losses.size()));
   const double last = std::accumulate(s.losses.end() - num_last, s.losses.end(), 0.0) /
                       static_cast<double>(num_last);
@@ -81,7 +80,7 @@ int run_demo(const Arguments& given) {
               s.losses.front(), last, num_last, static_cast<long long>(s.num_steps));
   if (s.entropy) std::printf(" (floor %.3f)", *s.entropy);
   std::printf("; the mesh %s what one rank computes; %.0f s in all.\n",
-              verified == 0 ? "computes" : "DOES NOT compute", seconds);
+              verified == 0 ? "computes" : "DOES NOT compute", seconds_since(start));
   return verified;
 }
 

@@ -21,8 +21,6 @@ int run_command(const Args& args);
 int run_verify(const Arguments& given);
 int run_compare(const Arguments& given);
 int run_estimate(const Arguments& given);
-/// --cluster and --search: how long a step would take, and what is the fastest.
-int run_estimate_in_time(const Arguments& given);
 int run_convert(const Arguments& given);
 int run_inspect(const Arguments& given);
 int run_tokenize(const Arguments& given);

@@ -15,7 +15,7 @@
 #include "moesh/config/options.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/kernels/memory.h"
-#include "moesh/train/memory.h"
+#include "moesh/train/metrics/record.h"
 
 namespace moesh::cli {
 namespace {

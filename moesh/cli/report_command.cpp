@@ -1,5 +1,4 @@
 #include <atomic>
-#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
@@ -16,12 +15,10 @@ namespace {
 std::atomic<bool> stopped{false};
 
 int port_of(const std::string& text) {
-  int port = -1;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
-  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && port >= 0 && port < 65536,
-              ErrorKind::config, "--serve is '", text,
+  const auto port = number_of<int>(text);
+  MOESH_CHECK(port && *port >= 0 && *port < 65536, ErrorKind::config, "--serve is '", text,
               "'; it takes a port, 1 to 65535, or 0 for any that is free");
-  return port;
+  return *port;
 }
 
 void serve_until_stopped(std::vector<report::RunData> runs,

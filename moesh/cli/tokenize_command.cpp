@@ -12,18 +12,6 @@ namespace moesh::cli {
 
 namespace {
 
-// "a,b" as {a, b}.
-std::vector<std::string> split_by_commas(const std::string& list) {
-  std::vector<std::string> parts{""};
-  for (const char c : list) {
-    if (c == ',')
-      parts.emplace_back();
-    else
-      parts.back() += c;
-  }
-  return parts;
-}
-
 std::map<std::string, std::string> pairs_of(const std::string& option, const Args& texts) {
   std::map<std::string, std::string> pairs;
   for (const std::string& text : texts) {
@@ -40,9 +28,9 @@ data::ChatOptions chat_options(const Arguments& given) {
   data::ChatOptions options{.format = given.text("--chats").value_or("auto"),
                             .template_file = given.text("--chat-template").value_or(""),
                             .end_of_turn = !given.has("--no-end-of-turn")};
-  if (const auto roles = given.text("--roles")) options.roles = split_by_commas(*roles);
+  if (const auto roles = given.text("--roles")) options.roles = split(*roles, ',');
   if (const auto fields = given.text("--chat-fields"))
-    options.fields = pairs_of("--chat-fields", split_by_commas(*fields));
+    options.fields = pairs_of("--chat-fields", split(*fields, ','));
   options.variables = pairs_of("--template-variable", given.texts("--template-variable"));
   return options;
 }

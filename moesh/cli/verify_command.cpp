@@ -9,6 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/base/timeline.h"
 #include "moesh/cli/command_line.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
@@ -25,10 +26,6 @@ using namespace moesh::verify;
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 // Where a rank throws, the first may never have begun.
 bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
@@ -103,17 +100,22 @@ void check_dump(const Request& request) {
               *request.dump, " is not a folder and cannot become one");
 }
 
-// The result by number of ranks.
+// The result of some meshes.
 struct SweepRow {
   size_t num_meshes = 0, num_held = 0;
   double worst = 0, seconds = 0;
+
+  void add(const Verified& v) {
+    ++num_meshes, num_held += v.report.holds();
+    worst = std::max(worst, v.report.worst_ratio), seconds += v.seconds;
+  }
 };
 
 // The result of all meshes.
 struct Totals {
-  std::map<int, SweepRow> rows;
-  size_t num_meshes = 0, num_failed = 0;
-  double worst = 0, margin = 0;
+  std::map<int, SweepRow> rows;  // by number of ranks
+  SweepRow all;
+  double margin = 0;
   std::int64_t num_flipped = 0;
   LeftOut left_out;      // the most of each
   int exit_code = 0;     // of the first mesh that does not hold
@@ -122,16 +124,10 @@ struct Totals {
 
   void add(const Verified& v) {
     const VerifyReport& r = v.report;
-    auto& row = rows[mesh_shape(v.config).num_ranks()];
-    ++num_meshes, ++row.num_meshes;
+    rows[mesh_shape(v.config).num_ranks()].add(v);
+    all.add(v);
     if (exit_code == 0) exit_code = exit_code_of(r);
-    if (r.holds())
-      ++row.num_held;
-    else
-      ++num_failed;
-    worst = std::max(worst, r.worst_ratio), row.worst = std::max(row.worst, r.worst_ratio);
     margin = std::max(margin, r.largest_margin), num_flipped += r.num_flipped;
-    row.seconds += v.seconds;
     const auto most = [&](std::int64_t LeftOut::* count) {
       left_out.*count = std::max(left_out.*count, r.left_out.*count);
     };
@@ -173,8 +169,8 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
                   static_cast<long long>(num_micro_batches(v.config)),
                   is_tied(v.config) ? "true" : "false");
     if (!is_terminal || configs.size() == 1) return;
-    std::printf("%zu of %zu meshes, %zu failed: %s", totals.num_meshes, configs.size(),
-                totals.num_failed, shape.describe().c_str());
+    std::printf("%zu of %zu meshes, %zu failed: %s", totals.all.num_meshes, configs.size(),
+                totals.all.num_meshes - totals.all.num_held, shape.describe().c_str());
     std::fflush(stdout);
   });
   if (is_terminal) std::printf("\r\033[K");
@@ -201,13 +197,13 @@ int run_verify(const Arguments& given) {
     t = verify_and_print(configs, request);
   });
   const double seconds = seconds_since(start);
-  const bool all_hold = t.num_failed == 0;
+  const bool all_hold = t.all.num_held == t.all.num_meshes;
   if (!t.is_first) return t.exit_code;
   if (configs.size() > 1) print_table(t.rows);
   std::printf(
       "%s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed), %.1f s\n",
-      model_title(config).c_str(), config.training.dtype.c_str(), request.steps,
-      t.num_meshes - t.num_failed, t.num_meshes, t.worst, seconds);
+      model_title(config).c_str(), config.training.dtype.c_str(), request.steps, t.all.num_held,
+      t.all.num_meshes, t.all.worst, seconds);
   if (VerifyCase{config}.replays()) print_flips(t.num_flipped, t.margin);
   if (t.left_out.any())
     std::printf("not compared%s: %s\n", configs.size() > 1 ? ", of the mesh with most of them" : "",

@@ -1,10 +1,9 @@
 #include "moesh/config/config.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <sstream>
 
+#include "moesh/base/text.h"
 #include "moesh/config/options.h"
 #include "moesh/formats/toml.h"
 #include "moesh/pipeline/schedule.h"
@@ -62,18 +61,13 @@ std::optional<StepRange> profile_steps(const Config& config) {
   constexpr std::int64_t kMost = 20;  // with thousands of operators each, on every rank
   const std::string& text = config.profile.steps;
   if (text.empty()) return std::nullopt;
-  StepRange range;
-  const char *at = text.data(), *end = at + text.size();
-  const auto take = [&](std::int64_t& number) {
-    const auto [next, error] = std::from_chars(at, end, number);
-    at = next;
-    return error == std::errc{};
-  };
-  bool is_range = take(range.first);
-  range.last = range.first;
-  if (is_range && at != end) is_range = *at++ == ':' && take(range.last);
-  MOESH_CHECK(is_range && at == end, ErrorKind::config, describe_option(config, kSteps),
+  const auto parts = split(text, ':');
+  const auto first = number_of<std::int64_t>(parts.front()),
+             last = number_of<std::int64_t>(parts.back());
+  MOESH_CHECK(first && last && parts.size() <= 2, ErrorKind::config,
+              describe_option(config, kSteps),
               "; it takes the first and the last step, as in 10:12, or one step");
+  const StepRange range{*first, *last};
   MOESH_CHECK(range.first >= 1 && range.last >= range.first, ErrorKind::config,
               describe_option(config, kSteps),
               "; steps are counted from 1, and the last is not before the first");
@@ -195,7 +189,7 @@ pipeline::StagePlan stage_plan(const Config& config, int num_ranks_of_pp,
   if (!given.empty()) return pipeline::given_plan(given, num_layers);
   if (flops.layers.empty()) flops = models::flops_of_parts(model, config.data.sequence_length);
   return pipeline::balanced_plan(
-      {.layers = flops.layers, .embedding = 0, .head = flops.head},
+      {.layers = flops.layers, .head = flops.head},
       num_ranks_of_pp * pipeline::stages_of_a_rank(schedule, pipeline::kStagesOfARank));
 }
 
@@ -205,18 +199,16 @@ namespace {
 std::vector<std::pair<std::string, double>> read_patterns(const Config& config, const char* option,
                                                           const std::string& text, bool is_rank) {
   std::vector<std::pair<std::string, double>> all;
-  std::istringstream in(text);
-  for (std::string part; std::getline(in, part, ',');) {
-    const auto equals = part.rfind('=');
-    double value = 0;
-    const char *begin = part.data() + equals + 1, *end = part.data() + part.size();
-    const bool is_number = equals != std::string::npos && equals > 0 &&
-                           std::from_chars(begin, end, value).ptr == end && begin != end;
-    MOESH_CHECK(is_number && value > 0 && (!is_rank || value == std::floor(value)),
+  auto parts = split(text, ',');
+  if (parts.back().empty()) parts.pop_back();  // nothing, or a comma at the end
+  for (const std::string& part : parts) {
+    const auto equals = std::min(part.rfind('='), part.size());
+    const auto value = number_of<double>(part.substr(std::min(equals + 1, part.size())));
+    MOESH_CHECK(equals > 0 && value && *value > 0 && (!is_rank || *value == std::floor(*value)),
                 ErrorKind::config, describe_option(config, option), ", and '", part,
                 "' of it is not a pattern and a ", is_rank ? "rank of 1 or more" : "number above 0",
                 "; write it as in down_proj=4");
-    all.emplace_back(part.substr(0, equals), value);
+    all.emplace_back(part.substr(0, equals), *value);
   }
   return all;
 }
@@ -286,17 +278,11 @@ models::Lora lora(const Config& config) {
 }
 
 optim::Groups param_groups(const Config& config) {
-  std::vector<optim::GroupOptions> groups;
-  for (std::size_t i = 0; i < config.optimizer.group.size(); ++i) {
-    const GroupSection& g = config.optimizer.group[i];
-    MOESH_CHECK(g.weight_decay >= 0 || g.weight_decay == -1, ErrorKind::config,
+  const auto& groups = config.optimizer.group;
+  for (std::size_t i = 0; i < groups.size(); ++i)
+    MOESH_CHECK(groups[i].weight_decay >= 0 || groups[i].weight_decay == -1, ErrorKind::config,
                 describe_option(config, detail::concat("optimizer.group.", i, ".weight_decay")),
                 "; it takes 0 or more, or -1: as optimizer.weight_decay says");
-    groups.push_back(
-        {.match = g.match,
-         .lr_scale = g.lr_scale,
-         .weight_decay = g.weight_decay < 0 ? std::nullopt : std::optional(g.weight_decay)});
-  }
   return optim::Groups(groups);
 }
 
@@ -312,18 +298,15 @@ bool document_mask(const Config& config) {
     return data::find_kind(data::resolved_kind(kind, path)).has_documents;
   };
   if (config.data.source.empty()) return has_several(config.data.kind, config.data.path);
-  for (const SourceSection& s : config.data.source)
+  for (const data::SourceOptions& s : config.data.source)
     if (has_several(s.kind, s.path)) return true;
   return false;
 }
 
 data::DatasetOptions dataset_options(const Config& config) {
-  std::vector<data::SourceOptions> sources;
-  for (const SourceSection& s : config.data.source)
-    sources.push_back({.kind = s.kind,
-                       .path = s.path,
-                       .name = s.name.empty() ? s.path : s.name,
-                       .weight = s.weight});
+  std::vector<data::SourceOptions> sources = config.data.source;
+  for (data::SourceOptions& s : sources)
+    if (s.name.empty()) s.name = s.path;
   return {.kind = config.data.kind,
           .path = config.data.path,
           .sources = std::move(sources),
@@ -341,7 +324,7 @@ std::int64_t num_mtp_layers(const Config& config) {
   return models::facts(config.model.architecture).num_mtp_layers;
 }
 
-data::DatasetOptions validation_options(const Config& config, const ValidationSource& source) {
+data::DatasetOptions validation_options(const Config& config, const data::SourceOptions& source) {
   data::DatasetOptions options = dataset_options(config);
   options.kind = source.kind, options.path = source.path;
   options.sources.clear(), options.shuffle = false;

@@ -22,6 +22,7 @@
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/optim/groups.h"
+#include "moesh/optim/schedule.h"
 #include "moesh/pipeline/stage_plan.h"
 
 namespace moesh::config {
@@ -55,14 +56,6 @@ struct TrainingSection {
   std::int64_t max_skipped_steps = 10;
 };
 
-/// One of several files to train on.
-struct SourceSection {
-  std::string path = "";
-  double weight = 1;
-  std::string name = "";
-  std::string kind = "auto";
-};
-
 struct DataSection {
   std::string path = "";
   std::string kind = "auto";
@@ -75,20 +68,13 @@ struct DataSection {
   std::string packing = data::kCut;
   std::string tokenizer = "";
   std::string token_folder = "outputs/tokens";
-  std::vector<SourceSection> source = {};
-};
-
-/// One of several files to validate on.
-struct ValidationSource {
-  std::string path = "";
-  std::string name = "";
-  std::string kind = "auto";
+  std::vector<data::SourceOptions> source = {};  // several files to train on
 };
 
 struct ValidationSection {
   std::int64_t interval = 500;
   std::int64_t steps = 10;
-  std::vector<ValidationSource> source = {};
+  std::vector<data::SourceOptions> source = {};  // which have no weight
 };
 
 struct ParallelismSection {
@@ -110,13 +96,6 @@ struct ParallelismSection {
   std::int64_t ranks_per_node = 0;
 };
 
-/// A group of parameters with its own learning rate or weight decay.
-struct GroupSection {
-  std::string match = "";
-  double lr_scale = 1;
-  double weight_decay = -1;
-};
-
 struct OptimizerSection {
   std::string name = "adamw";
   double lr = 8e-4;
@@ -127,14 +106,7 @@ struct OptimizerSection {
   double muon_momentum = 0.95;
   bool nesterov = true, muon_float32 = false, muon_by_head = false;
   double qk_clip = 0;
-  std::vector<GroupSection> group = {};
-};
-
-struct LrSchedulerSection {
-  std::string kind = "cosine";
-  std::int64_t warmup_steps = 0;
-  double decay_ratio = 0.1;
-  double min_lr_factor = 0;
+  std::vector<optim::GroupOptions> group = {};
 };
 
 struct MoeSection {
@@ -219,7 +191,7 @@ struct Config {
   ValidationSection validation;
   ParallelismSection parallelism;
   OptimizerSection optimizer;
-  LrSchedulerSection lr_scheduler;
+  optim::LrSchedule lr_scheduler;  // its num_steps are training.steps
   MoeSection moe;
   LoraSection lora;
   ActivationCheckpointSection activation_checkpoint;
@@ -299,6 +271,6 @@ data::DatasetOptions dataset_options(const Config& config);
 /// The options of one of the files to validate on: read from its beginning, in its order.
 /// Depths of multi-token prediction.
 std::int64_t num_mtp_layers(const Config& config);
-data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);
+data::DatasetOptions validation_options(const Config& config, const data::SourceOptions& source);
 
 }  // namespace moesh::config

@@ -115,18 +115,10 @@ constexpr const char* kFolder = "model.folder";
 constexpr const char* kInitialLoad = "checkpoint.initial_load";
 constexpr std::size_t kMaxConfigBytes = 16 << 20;
 
-// The text need not be the name of anything.
-bool is_there_as_folder(const std::string& text) {
+// Whether there is such a folder, or a file. The text need not be the name of anything.
+bool is_there(const std::string& text, bool as_folder) {
   try {
-    return formats::is_folder(text);
-  } catch (const Error&) {
-    return false;
-  }
-}
-
-bool is_there_as_file(const std::string& text) {
-  try {
-    return formats::exists(text) && !formats::is_folder(text);
+    return formats::exists(text) && formats::is_folder(text) == as_folder;
   } catch (const Error&) {
     return false;
   }
@@ -146,7 +138,7 @@ Settings expand_model(const std::string& text, const std::string& origin) {
     return {{kFolder, text.substr(std::min(text.size(), 3ul)), {origin}, true}};
   const auto names = models::model_names();
   MOESH_CHECK(std::find(names.begin(), names.end(), text.substr(0, colon)) != names.end() ||
-                  !is_there_as_folder(text),
+                  !is_there(text, /*as_folder=*/true),
               ErrorKind::config, model, " ", text, " (", origin, ") is a folder; write ", model,
               " hf:", text, " for the model that is in it");
   MOESH_CHECK(text.find('/') == std::string::npos, ErrorKind::config, model, " ", text, " (",
@@ -212,11 +204,11 @@ std::optional<RequestedModel> take_folder(Settings& settings) {
     MOESH_CHECK(!names_model(s), ErrorKind::config, kFolder, " is '", folder.string(), "' (",
                 asked->origin.text, "), and ", s.name, " is '", text_of(s), "' (", s.origin.text,
                 "): the folder says which model it is; leave out one of them");
-  MOESH_CHECK(!is_there_as_file(folder.string()), ErrorKind::config, kFolder, " is '",
+  MOESH_CHECK(!is_there(folder.string(), /*as_folder=*/false), ErrorKind::config, kFolder, " is '",
               folder.string(), "' (", asked->origin.text,
               "), which is not a folder; name the one that it is in: --model hf:",
               folder.has_parent_path() ? folder.parent_path().string() : ".");
-  MOESH_CHECK(is_there_as_folder(folder.string()), ErrorKind::config, kFolder, " is '",
+  MOESH_CHECK(is_there(folder.string(), /*as_folder=*/true), ErrorKind::config, kFolder, " is '",
               folder.string(), "' (", asked->origin.text, "), and there is no such folder; ",
               how_to_get(folder.string()));
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });

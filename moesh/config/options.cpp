@@ -1,12 +1,12 @@
 #include "moesh/config/options.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 
 #include "moesh/base/text.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/rules.h"
+#include "moesh/optim/schedule.h"
 #include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
@@ -191,7 +191,7 @@ std::vector<Option> make_options() {
                    at_least(0)),
 
       MOESH_OPTION(numbers, lr_scheduler, kind, "shape of the learning rate after warm-up",
-                   one_of({"cosine", "linear", "wsd", "constant"})),
+                   one_of(optim::lr_schedule_names())),
       MOESH_OPTION(numbers, lr_scheduler, warmup_steps,
                    "steps in which the learning rate grows linearly from 0", at_least(0)),
       MOESH_OPTION(numbers, lr_scheduler, decay_ratio,
@@ -340,15 +340,6 @@ std::vector<Option> make_options() {
 }
 #undef MOESH_OPTION
 
-// A whole text as a number; nullopt if any of it is something else.
-template <class T>
-std::optional<T> number(const std::string& text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
 std::optional<Value> from_text(const std::string& text, const Value& like) {
   if (std::holds_alternative<std::string>(like)) return text;
   if (std::holds_alternative<bool>(like)) {
@@ -356,10 +347,10 @@ std::optional<Value> from_text(const std::string& text, const Value& like) {
     return std::nullopt;
   }
   if (std::holds_alternative<std::int64_t>(like)) {
-    if (const auto whole = number<std::int64_t>(text)) return *whole;
+    if (const auto whole = number_of<std::int64_t>(text)) return *whole;
     return std::nullopt;
   }
-  if (const auto real = number<double>(text)) return *real;
+  if (const auto real = number_of<double>(text)) return *real;
   return std::nullopt;
 }
 
@@ -383,10 +374,7 @@ std::string ValueRule::describe(const Value& like) const {
   if (std::holds_alternative<bool>(like)) return "true or false";
   if (std::holds_alternative<std::string>(like)) {
     if (choices.empty()) return "a text";
-    std::string text = choices.front();
-    for (std::size_t i = 1; i < choices.size(); ++i)
-      text += (i + 1 < choices.size() ? ", " : " or ") + choices[i];
-    return text;
+    return joined_by_or(choices);
   }
   const std::string what = std::holds_alternative<std::int64_t>(like) ? "an integer" : "a number";
   return std::isfinite(least) ? what + (above ? " " : ", ") + range() : what;
@@ -430,21 +418,13 @@ Value converted(const Setting& setting, const Value& like, const ValueRule& rule
 }
 
 const std::vector<Degree>& degrees() {
-  static const std::vector<Degree> all{
-      {"pp", "parallelism.pipeline_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.pp; }},
-      {"dp_replicate", "parallelism.data_parallel_replicate_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.dp_replicate; }},
-      {"dp_shard", "parallelism.data_parallel_shard_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.dp_shard; }},
-      {"cp", "parallelism.context_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.cp; }},
-      {"tp", "parallelism.tensor_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.tp; }},
-      {"ep", "parallelism.expert_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.ep; }},
-      {"etp", "parallelism.expert_tensor_parallel_degree",
-       [](const MeshShape& s) -> std::int64_t { return s.etp; }}};
+  static const std::vector<Degree> all{{pp, "parallelism.pipeline_parallel_degree"},
+                                       {dp_replicate, "parallelism.data_parallel_replicate_degree"},
+                                       {dp_shard, "parallelism.data_parallel_shard_degree"},
+                                       {cp, "parallelism.context_parallel_degree"},
+                                       {tp, "parallelism.tensor_parallel_degree"},
+                                       {ep, "parallelism.expert_parallel_degree"},
+                                       {etp, "parallelism.expert_tensor_parallel_degree"}};
   return all;
 }
 

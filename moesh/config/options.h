@@ -92,8 +92,10 @@ Value converted(const Setting& setting, const Value& like, const ValueRule& rule
 
 /// --mesh dp_shard=2,tp=2 names degrees by their axes.
 struct Degree {
-  std::string axis, option;
-  std::int64_t (*size)(const MeshShape& shape);
+  Axes of;
+  std::string option;
+  std::string axis = to_string(of);
+  std::int64_t size(const MeshShape& shape) const { return shape.size(of); }
 };
 const std::vector<Degree>& degrees();
 

@@ -41,32 +41,34 @@ Table make_table(Effect effect, std::string name, std::string help, std::vector<
 std::vector<Table> make_tables() {
   const ValueRule kinds{.choices = data::file_choices()};
   return {
-      MOESH_TABLE(numbers, data, source, "several files to train on, instead of data.path",
-                  MOESH_COLUMN(data, source, SourceSection, path, "file to train on"),
-                  MOESH_COLUMN(data, source, SourceSection, weight,
-                               "share of the sequences, relative to the other files",
-                               {.least = 0, .above = true}),
-                  MOESH_COLUMN(data, source, SourceSection, name, "name in logs; empty: the path"),
-                  MOESH_COLUMN(data, source, SourceSection, kind,
-                               "format of the file, as in data.kind", kinds)),
-      MOESH_TABLE(output, validation, source, "files to validate on, each with a loss of its own",
-                  MOESH_COLUMN(validation, source, ValidationSource, path, "file to validate on"),
-                  MOESH_COLUMN(validation, source, ValidationSource, name,
-                               "name in logs and metrics; empty: the path"),
-                  MOESH_COLUMN(validation, source, ValidationSource, kind,
-                               "format of the file, as in data.kind", kinds)),
+      MOESH_TABLE(
+          numbers, data, source, "several files to train on, instead of data.path",
+          MOESH_COLUMN(data, source, data::SourceOptions, path, "file to train on"),
+          MOESH_COLUMN(data, source, data::SourceOptions, weight,
+                       "share of the sequences, relative to the other files",
+                       {.least = 0, .above = true}),
+          MOESH_COLUMN(data, source, data::SourceOptions, name, "name in logs; empty: the path"),
+          MOESH_COLUMN(data, source, data::SourceOptions, kind,
+                       "format of the file, as in data.kind", kinds)),
+      MOESH_TABLE(
+          output, validation, source, "files to validate on, each with a loss of its own",
+          MOESH_COLUMN(validation, source, data::SourceOptions, path, "file to validate on"),
+          MOESH_COLUMN(validation, source, data::SourceOptions, name,
+                       "name in logs and metrics; empty: the path"),
+          MOESH_COLUMN(validation, source, data::SourceOptions, kind,
+                       "format of the file, as in data.kind", kinds)),
       MOESH_TABLE(
           numbers, optimizer, group,
           "parameters with other settings; the first group that matches a parameter counts",
           MOESH_COLUMN(
-              optimizer, group, GroupSection, match,
+              optimizer, group, optim::GroupOptions, match,
               "regular expression to find in the names of parameters: the names that inspect shows, "
               "but routed experts are experts.w1 (gate), .w3 (up) and .w2 (down)"),
-          MOESH_COLUMN(optimizer, group, GroupSection, lr_scale,
+          MOESH_COLUMN(optimizer, group, optim::GroupOptions, lr_scale,
                        "factor on the learning rate; 0: the parameters stay as they are",
                        {.least = 0}),
           MOESH_COLUMN(
-              optimizer, group, GroupSection, weight_decay,
+              optimizer, group, optim::GroupOptions, weight_decay,
               "weight decay of the group, also of norms and biases; -1: optimizer.weight_decay",
               {.least = -1})),
   };

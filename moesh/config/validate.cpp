@@ -274,9 +274,8 @@ void check_file(const Config& c, const models::ModelFacts& facts, const std::str
 }
 
 // The entries of a list of files: each names one, and no two are called the same.
-template <class Source>
 void check_sources(const Config& c, const models::ModelFacts& facts, const std::string& table,
-                   const std::vector<Source>& sources) {
+                   const std::vector<data::SourceOptions>& sources) {
   std::set<std::string> names;
   for (std::size_t i = 0; i < sources.size(); ++i) {
     const std::string entry = detail::concat(table, ".", i, "."), path = entry + "path";

@@ -1,7 +1,6 @@
 #include "moesh/estimate/cluster.h"
 
 #include <algorithm>
-#include <charconv>
 #include <map>
 
 #include "moesh/base/error.h"
@@ -33,13 +32,12 @@ const std::vector<Cluster>& gpus() {
 }
 
 int parse_count(const std::string& text, const std::string& whole) {
-  int n = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
-  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && n >= 1 && n <= 1'000'000,
-              ErrorKind::config, "--cluster is '", whole, "', and '", text,
+  const auto n = number_of<int>(text);
+  MOESH_CHECK(n && *n >= 1 && *n <= 1'000'000, ErrorKind::config, "--cluster is '", whole,
+              "', and '", text,
               "' is not a number of GPUs or nodes; write it as h100x8:256, for 256 nodes of 8 "
               "H100, or name a TOML file");
-  return n;
+  return *n;
 }
 
 Cluster read_file(const std::string& path) {

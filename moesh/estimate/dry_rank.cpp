@@ -49,8 +49,10 @@ class ActionWatch {
 
   /// A stream of so many bytes comes from another rank before the forward which holds it on, and
   /// one that a forward gives to another rank is freed with its send.
-  LiveMemory found(const pipeline::Schedule& schedule, std::int64_t stream) const {
-    LiveMemory live{.num_alive = most_alive_, .num_halves = most_halves_, .stages = {}};
+  LiveMemory found(const pipeline::Schedule& schedule, int rank, std::int64_t stream) const {
+    const auto& actions = schedule.ranks[static_cast<std::size_t>(rank)];
+    LiveMemory live{
+        .num_alive = most_alive(actions), .num_halves = most_halves(actions), .stages = {}};
     const auto crosses = [&](int stage) {  // from this stage to the next
       return stage >= 0 && stage + 1 < schedule.num_stages &&
              schedule.rank_with(stage) != schedule.rank_with(stage + 1);
@@ -135,10 +137,6 @@ class ActionWatch {
     if (kind == 'F')
       s.activation = ++num_forwards_[stage] <= 4 ? added : std::max(s.activation, added);
     if (kind == 'W') freed_[stage].push_back(-added);
-    num_alive_ += kind == 'F' ? 1 : kind == 'W' ? 0 : -1;
-    num_halves_ += kind == 'I' ? 1 : kind == 'W' ? -1 : 0;
-    most_alive_ = std::max(most_alive_, num_alive_);
-    most_halves_ = std::max(most_halves_, num_halves_);
   }
 
   static inline ActionWatch* watching_ = nullptr;  // one dry run goes on at a time
@@ -151,7 +149,6 @@ class ActionWatch {
   std::map<int, StageLive> stages_;
   std::map<int, int> num_forwards_;                 // of a stage
   std::map<int, std::vector<std::int64_t>> freed_;  // by each half for the weights, of a stage
-  int num_alive_ = 0, num_halves_ = 0, most_alive_ = 0, most_halves_ = 0;
 };
 
 int first_rank(const Config& config, int rank_of_pp, int rank_of_cp) {
@@ -269,7 +266,7 @@ Estimate DryRank::step(std::int64_t num_micro) {
   // Those of one micro-batch on one rank are in the type of the work.
   e.state = state(), e.expert_state = expert_state();
   finish_step(*model_, *optimizer_, std::move(gradients), options);
-  e.live = watch.found(schedule, stream);
+  e.live = watch.found(schedule, rank_of_pp_, stream);
   e.live.tokens = tokens;
   e.peak = watch.peak();
   e.num_reads = memory_.num_reads();

@@ -47,13 +47,13 @@ class Pipeline {
     if (shape_.pp == 1) return {{.ranks = {0}}};
     const ModelShape model = model_shape(config_);
     const auto num_layers = static_cast<std::int64_t>(model.is_moe.size());
-    using Stage = std::vector<std::pair<int, double>>;
-    std::map<std::vector<Stage>, size_t> known;
+    using LayerKinds = std::vector<std::pair<int, double>>;
+    std::map<std::vector<LayerKinds>, size_t> known;
     std::vector<RankKind> all;
     for (int rank = 0; rank < shape_.pp; ++rank) {
-      std::vector<Stage> mine;
+      std::vector<LayerKinds> mine;
       for (const auto& [begin, end] : layers_of(rank)) {
-        Stage& stage = mine.emplace_back();
+        LayerKinds& stage = mine.emplace_back();
         stage.emplace_back(begin == 0, end == num_layers);
         for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
           stage.emplace_back(model.is_moe[i], model.flops.layers[i]);
@@ -87,7 +87,7 @@ class Pipeline {
                        num_more = (num_micro_ - begin) / together - 1;
     comm::Ledger all = DryRank(config_, rank).step(begin + together).traffic, more = all;
     add(more, DryRank(config_, rank).step(begin).traffic, -1);
-    add(all, more, num_more);
+    add(all, more, static_cast<double>(num_more));
     return all;
   }
 
@@ -105,47 +105,31 @@ class Pipeline {
   Estimate of_rank(int rank) const {
     Estimate e = DryRank(config_, rank).step(num_gone_through_);
     if (num_gone_through_ == num_micro_) return e;
-    e.live.num_alive = most_alive(rank);
+    e.live.num_alive = most_alive(schedule_.ranks[static_cast<size_t>(rank)]);
     e.peak += most_held(rank, e, schedule_) - most_held(rank, e, schedule_with(num_gone_through_)) +
               (num_micro_ - num_gone_through_) * e.live.tokens;
     return e;
   }
 
-  int most_alive(int rank) const {
-    int alive = 0, most = 0;
-    for (const pipeline::Action& a : schedule_.ranks[static_cast<size_t>(rank)]) {
-      alive += (a.kind == pipeline::ActionKind::forward) - pipeline::is_input_backward(a);
-      most = std::max(most, alive);
-    }
-    return most;
-  }
-
   // The most bytes that gradients and micro-batches hold on a rank which is like that of `e`.
   std::int64_t most_held(int rank, const Estimate& e, const pipeline::Schedule& s) const {
-    std::vector<bool> has_gradients(e.live.stages.size(), false);
-    const auto gradients = e.state.gradients / static_cast<std::int64_t>(has_gradients.size());
+    pipeline::Costs costs{.stages =
+                              std::vector<pipeline::StageCosts>(static_cast<size_t>(s.num_stages))};
+    const auto bytes = [](std::int64_t n) { return static_cast<double>(n); };
+    const auto num_live = static_cast<std::int64_t>(e.live.stages.size());
     const std::vector<int> mine = stages_of(rank);
-    std::int64_t held = 0, most = 0;
-    for (const pipeline::Action& a : s.ranks[static_cast<size_t>(rank)]) {
-      const auto place =
-          static_cast<size_t>(std::find(mine.begin(), mine.end(), a.stage) - mine.begin());
-      const StageLive& l = e.live.stages[place];
-      const bool is_forward = a.kind == pipeline::ActionKind::forward,
-                 is_weights = a.kind == pipeline::ActionKind::backward_weight;
-      most = std::max(most, held + (is_forward   ? l.in_forward
-                                    : is_weights ? l.in_weights
-                                                 : l.in_backward));
-      if (is_forward) held += l.activation;
-      if (pipeline::is_input_backward(a)) held -= l.activation;
-      if (a.kind == pipeline::ActionKind::backward_input) held += l.kept;
-      if (is_weights) held -= l.kept;
-      const bool makes_gradients = is_weights || a.kind == pipeline::ActionKind::backward;
-      if (makes_gradients && !has_gradients[place]) {
-        held += gradients;
-        has_gradients[place] = true;
-      }
+    for (size_t i = 0; i < mine.size(); ++i) {
+      const StageLive& l = e.live.stages[i];
+      costs.stages[static_cast<size_t>(mine[i])] = {
+          .activation = bytes(l.activation),
+          .kept_for_weights = bytes(l.kept),
+          .in_forward = bytes(l.in_forward),
+          .in_backward = bytes(l.in_backward),
+          .in_weights = bytes(l.in_weights),
+          .gradients = bytes(e.state.gradients / num_live)};
     }
-    return most;
+    return static_cast<std::int64_t>(
+        pipeline::most_held(s.ranks[static_cast<size_t>(rank)], costs));
   }
 
   const Config& config_;
@@ -156,6 +140,10 @@ class Pipeline {
   std::vector<models::LayerRange> stages_;
 };
 
+std::int64_t multiple(std::int64_t n, double times) {
+  return std::llround(times * static_cast<double>(n));
+}
+
 std::int64_t sum_of(const comm::Ledger& traffic) {
   std::int64_t sum = 0;
   for (const auto& [key, entry] : traffic) sum += entry.num_bytes;
@@ -165,18 +153,25 @@ std::int64_t sum_of(const comm::Ledger& traffic) {
 }  // namespace
 
 StateMemory StateMemory::plus(const StateMemory& other, double times) const {
-  const auto sum = [&](std::int64_t a, std::int64_t b) {
-    return a + std::llround(times * static_cast<double>(b));
-  };
-  return {sum(weights, other.weights), sum(gradients, other.gradients),
-          sum(optimizer, other.optimizer)};
+  return {weights + multiple(other.weights, times), gradients + multiple(other.gradients, times),
+          optimizer + multiple(other.optimizer, times)};
 }
 
-void add(comm::Ledger& to, const comm::Ledger& other, std::int64_t times) {
+void add(comm::Ledger& to, const comm::Ledger& other, double times) {
   for (const auto& [key, entry] : other) {
-    to[key].num_bytes += times * entry.num_bytes;
-    to[key].num_calls += times * entry.num_calls;
+    to[key].num_bytes += multiple(entry.num_bytes, times);
+    to[key].num_calls += multiple(entry.num_calls, times);
   }
+}
+
+int most_alive(const std::vector<pipeline::Action>& actions) {
+  return static_cast<int>(
+      pipeline::most_held(actions, {.stages = {{.activation = 1, .kept_for_weights = 0}}}));
+}
+
+int most_halves(const std::vector<pipeline::Action>& actions) {
+  return static_cast<int>(
+      pipeline::most_held(actions, {.stages = {{.activation = 0, .kept_for_weights = 1}}}));
 }
 
 std::int64_t Estimate::moved() const { return sum_of(traffic); }
@@ -203,18 +198,12 @@ Estimate estimate(const Config& config) {
   comm::Ledger traffic;
   std::optional<Estimate> most;
   for (RankKind& kind : kinds) {
-    Estimate e = pipe.most_of(kind.ranks);
-    kind = {.ranks = std::move(kind.ranks),
-            .rank_of_pp = e.rank_of_pp,
-            .layers = pipe.layers_of(e.rank_of_pp),
-            .num_parameters = e.num_stage_parameters,
-            .state = e.state,
-            .peak = e.peak,
-            .live = e.live,
-            .sent = sum_of(pipe.traffic_of(e))};
+    const Estimate& e = kind.most = pipe.most_of(kind.ranks);
+    kind.layers = pipe.layers_of(e.rank_of_pp);
+    kind.sent = sum_of(pipe.traffic_of(e));
     if (kind.ranks[0] == 0)
       traffic = e.rank_of_pp == 0 ? pipe.traffic_of(e) : pipe.traffic_of_rank(0);
-    if (!most || e.peak > most->peak) most = std::move(e);
+    if (!most || e.peak > most->peak) most = e;
   }
   most->kinds = std::move(kinds);
   most->num_tokens = most->num_tokens / pipe.num_gone_through() * pipe.num_micro();
@@ -237,24 +226,25 @@ Estimate estimate_later_micro_batch(const Config& config) {
 namespace {
 
 formats::JsonValue to_json(const RankKind& k) {
+  const Estimate& e = k.most;
   formats::JsonList ranks, layers, activation, kept;
   for (const int rank : k.ranks) ranks.push_back({std::int64_t{rank}});
   for (const auto& [begin, end] : k.layers) layers.push_back({formats::JsonList{{begin}, {end}}});
-  for (const StageLive& s : k.live.stages)
+  for (const StageLive& s : e.live.stages)
     activation.push_back({s.activation}), kept.push_back({s.kept});
   return {formats::JsonObject{{"ranks", {std::move(ranks)}},
-                              {"rank", {std::int64_t{k.rank_of_pp}}},
+                              {"rank", {std::int64_t{e.rank_of_pp}}},
                               {"layers", {std::move(layers)}},
-                              {"parameters", {k.num_parameters}},
-                              {"weights", {k.state.weights}},
-                              {"gradients", {k.state.gradients}},
-                              {"optimizer", {k.state.optimizer}},
-                              {"activations", {k.activations()}},
-                              {"peak", {k.peak}},
+                              {"parameters", {e.num_stage_parameters}},
+                              {"weights", {e.state.weights}},
+                              {"gradients", {e.state.gradients}},
+                              {"optimizer", {e.state.optimizer}},
+                              {"activations", {e.activations()}},
+                              {"peak", {e.peak}},
                               {"sent", {k.sent}},
-                              {"alive", {std::int64_t{k.live.num_alive}}},
+                              {"alive", {std::int64_t{e.live.num_alive}}},
                               {"activation", {std::move(activation)}},
-                              {"halves", {std::int64_t{k.live.num_halves}}},
+                              {"halves", {std::int64_t{e.live.num_halves}}},
                               {"kept", {std::move(kept)}}}};
 }
 

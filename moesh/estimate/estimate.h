@@ -12,6 +12,7 @@
 #include "moesh/config/config.h"
 #include "moesh/formats/json.h"
 #include "moesh/kernels/meta/work.h"
+#include "moesh/pipeline/simulate.h"
 #include "moesh/train/build.h"
 
 namespace moesh::estimate {
@@ -28,7 +29,7 @@ struct StateMemory {
 };
 
 /// Adds so many times the other.
-void add(comm::Ledger& to, const comm::Ledger& other, std::int64_t times);
+void add(comm::Ledger& to, const comm::Ledger& other, double times);
 
 /// Bytes that one micro-batch holds on a stage.
 struct StageLive {
@@ -54,19 +55,7 @@ struct PassWork {
   comm::Ledger sent_in_forward;                        // of all traffic
 };
 
-/// Ranks of pp whose stages have the same layers, by the one of them that holds the most.
-struct RankKind {
-  std::vector<int> ranks;                  // of pp
-  int rank_of_pp = 0;                      // the one whose numbers follow
-  std::vector<models::LayerRange> layers;  // of each of its stages
-  std::int64_t num_parameters = 0;         // of these, on all ranks that have shards of them
-  StateMemory state;
-  std::int64_t peak = 0;
-  LiveMemory live;
-  std::int64_t sent = 0;  // bytes, in an optimizer step
-  std::int64_t activations() const { return peak - state.total(); }
-};
-
+struct RankKind;
 struct Estimate {
   MeshShape mesh;
   int rank_of_pp = 0;                                          // the one that holds the most
@@ -87,6 +76,19 @@ struct Estimate {
   std::int64_t activations() const { return peak - state.total(); }
   std::int64_t moved() const;
 };
+
+/// Ranks of pp whose stages have the same layers, by the one of them that holds the most.
+struct RankKind {
+  std::vector<int> ranks;                       // of pp
+  std::vector<models::LayerRange> layers = {};  // of each of its stages
+  Estimate most = {};
+  std::int64_t sent = 0;  // bytes, in an optimizer step
+};
+
+/// How many micro-batches these actions of a rank have between forward and backward at most.
+int most_alive(const std::vector<pipeline::Action>& actions);
+/// The same between the halves of backward.
+int most_halves(const std::vector<pipeline::Action>& actions);
 
 /// What the rank of pp holds that holds the most, on the mesh, the options and the device of the
 /// configuration, which this machine need not have.

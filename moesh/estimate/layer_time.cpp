@@ -1,10 +1,117 @@
 #include "moesh/estimate/layer_time.h"
 
 #include <algorithm>
+#include <cmath>
+
+#include "moesh/base/error.h"
 
 namespace moesh::estimate {
 
-void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward) {
+namespace {
+
+// All of these were measured on one H200 (bench/results/step_parts_h200.md has the rows, and how
+// well the formulas meet them). Other GPUs are taken to reach the same part of their peaks.
+constexpr double kPeak = 989e12, kFloat8Peak = 1979e12,
+                 kBandwidth = 4.8e12;  // NVIDIA's numbers for an H200
+
+// FLOPs and bytes a second. Where both overlap, the time is the root of the sum of the squares of
+// both times; else their sum.
+struct Rate {
+  double flops, bytes;
+  bool overlap = false;
+};
+
+// Steady, at the power limit, where training runs.
+Rate rate_of(WorkKind kind) {
+  switch (kind) {
+    case WorkKind::experts: return {660e12, 4.0e12, true};
+    case WorkKind::dense: return {700e12, 4.0e12, true};
+    case WorkKind::float8_experts:
+    case WorkKind::float8_dense: return {1150e12, 4.0e12, true};
+    case WorkKind::attention: return {540e12, 4.0e12};
+    case WorkKind::narrow_attention: return {420e12, 4.0e12};
+    case WorkKind::window_attention: return {120e12, 4.0e12};
+    case WorkKind::masked_attention: return {131e12, 4.0e12};
+    case WorkKind::delta_rule: return {87e12, 4.0e12};
+    case WorkKind::large_pass:
+    case WorkKind::pass_of_step: return {kPeak, 4.0e12};
+    case WorkKind::rows: return {kPeak, 4.0e12};
+    case WorkKind::pass: break;
+  }
+  return {kPeak, 3.0e12};
+}
+bool is_float8(WorkKind kind) {
+  return kind == WorkKind::float8_experts || kind == WorkKind::float8_dense;
+}
+double flops_a_second(WorkKind kind, const Cluster& gpu) {
+  if (!is_float8(kind)) return rate_of(kind).flops / kPeak * gpu.peak_flops;
+  MOESH_CHECK(gpu.peak_float8_flops > 0, ErrorKind::config, gpu.gpu,
+              " multiplies no float8: there training.float8 and training.float8_dense round and "
+              "then multiply in training.dtype, which is slower than without and is not timed; "
+              "leave both out, or give peak_float8_tflops in the cluster's file");
+  return rate_of(kind).flops / kFloat8Peak * gpu.peak_float8_flops;
+}
+
+}  // namespace
+
+double seconds(const KernelWork& work, const Cluster& gpu) {
+  const Rate rate = rate_of(work.kind);
+  const double products = (work.flops + work.wasted) / flops_a_second(work.kind, gpu),
+               bytes = work.bytes / (rate.bytes / kBandwidth * gpu.memory_bandwidth);
+  return rate.overlap ? std::hypot(products, bytes) : products + bytes;
+}
+
+double seconds_of_large_pass(double bytes, const Cluster& gpu) {
+  return seconds({WorkKind::large_pass, 0, bytes}, gpu);
+}
+
+void Compute::add(const Compute& c, double times) {
+  experts += times * c.experts, attention += times * c.attention, dense += times * c.dense;
+  passes += times * c.passes, moving += times * c.moving;
+}
+
+Compute compute_of(const WorkLedger& work, const Cluster& gpu, double part_of_step) {
+  Compute c;
+  for (const auto& [kernel, count] : work) {
+    const double times = kernel.kind == WorkKind::pass_of_step ? part_of_step * count : count,
+                 time = times * seconds(kernel, gpu);
+    switch (kernel.kind) {
+      case WorkKind::experts:
+      case WorkKind::float8_experts: c.experts += time; break;
+      case WorkKind::dense:
+      case WorkKind::float8_dense: c.dense += time; break;
+      case WorkKind::pass:
+      case WorkKind::large_pass:
+      case WorkKind::pass_of_step: c.passes += time; break;
+      case WorkKind::rows: c.passes += time, c.moving += time; break;
+      default: c.attention += time;
+    }
+  }
+  return c;
+}
+
+double seconds_of_weight_gradients(const WorkLedger& forward, const Cluster& gpu) {
+  double sum = 0;
+  for (const auto& [kernel, count] : forward) {
+    KernelWork product = kernel;
+    if (kernel.kind == WorkKind::float8_experts) product.kind = WorkKind::experts;
+    if (kernel.kind == WorkKind::float8_dense) product.kind = WorkKind::dense;
+    if (product.kind == WorkKind::experts || product.kind == WorkKind::dense)
+      sum += count * seconds(product, gpu);
+  }
+  return sum;
+}
+
+double least_seconds_of_experts(const PassWork& work, const Cluster& gpu) {
+  double seconds = 0;
+  for (const WorkLedger* ledger : {&work.forward, &work.again, &work.backward})
+    for (const auto& [kernel, count] : *ledger)
+      if (kernel.kind == WorkKind::experts || kernel.kind == WorkKind::float8_experts)
+        seconds += count * kernel.flops / flops_a_second(kernel.kind, gpu);
+  return seconds;
+}
+
+void add_to(pipeline::Lane& lane, const DirectionTime& p, const DirectionTime& forward) {
   const double home = std::min(p.between, forward.between / 2),
                home_inside = std::min(p.inside, forward.inside / 2),
                counts = &p == &forward ? 1e-9 : 0;
@@ -19,6 +126,10 @@ void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward) {
   lane.push_back({.compute = p.after});
 }
 
+// A GPU computes this much slower while rows travel: the part of its multiprocessors that moves
+// them (DeepSeek-V3's report, 3.2.2: 20 of 132).
+constexpr double kPartThatMoves = 20.0 / 132;
+
 double gain_of_turns(const std::vector<pipeline::Lane>& lanes) {
   double apart = 0;
   for (const pipeline::Lane& lane : lanes) apart += pipeline::seconds_apart(lane);
@@ -32,7 +143,7 @@ bool shares_gathers(const Config& config, const MeshShape& mesh) {
 namespace {
 
 // What a pass hides beside another one like it, in a model of many such layers.
-double hidden_in_pairs(const Pass& p, const Pass& forward) {
+double hidden_in_pairs(const DirectionTime& p, const DirectionTime& forward) {
   constexpr int kLayers = 16;
   pipeline::Lane lane;
   for (int i = 0; i < kLayers; ++i) add_to(lane, p, forward);
@@ -43,7 +154,7 @@ double hidden_in_pairs(const Pass& p, const Pass& forward) {
 struct ParameterBytes {
   double gather = 0, gradients = 0;
 };
-ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
+ParameterBytes parameter_bytes(const PartProfile& p, const LayerContext& s) {
   constexpr double kMaster = 4;                                   // bytes of a number at rest
   const double later = 1 - 1 / static_cast<double>(s.num_micro);  // that are not the first
   ParameterBytes bytes;
@@ -61,13 +172,13 @@ ParameterBytes parameter_bytes(const PartProfile& p, const Setting& s) {
   return bytes;
 }
 
-double seconds_of(const Setting& s, const comm::Ledger::value_type& entry) {
+double seconds_of(const LayerContext& s, const comm::Ledger::value_type& entry) {
   const auto& [key, traffic] = entry;
   return seconds(s.cluster, group_shape(s.cluster, s.mesh, axes_of(key.first)), key.second,
                  static_cast<double>(traffic.num_bytes), static_cast<double>(traffic.num_calls));
 }
 
-void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
+void add_traffic(const comm::Ledger& traffic, const LayerContext& s, DirectionTime& to) {
   for (const auto& entry : traffic) {
     const Axes axes = axes_of(entry.first.first);
     if ((axes & (dp_replicate | dp_shard | efsdp)) != none) continue;
@@ -82,7 +193,8 @@ void add_traffic(const comm::Ledger& traffic, const Setting& s, Pass& to) {
 }
 
 // Keys and values of half the heads travel behind attention of the others; latents do not.
-void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, Pass& of) {
+void hide_keys(const comm::Ledger& traffic, const LayerContext& s, double attention,
+               DirectionTime& of) {
   const models::ModelFacts facts = models::facts(s.config.model.architecture);
   if (facts.sends_latents || facts.num_kv_heads / s.mesh.tp % 2 != 0) return;
   double keys = 0;
@@ -93,8 +205,8 @@ void hide_keys(const comm::Ledger& traffic, const Setting& s, double attention, 
 
 }  // namespace
 
-Parts parts_of(const PartProfile& p, const Setting& s) {
-  Parts out;
+LayerTime parts_of(const PartProfile& p, const LayerContext& s) {
+  LayerTime out;
   const double of_step = s.moves_parameters ? 1 / static_cast<double>(s.num_micro) : 0;
   const Compute forward = compute_of(p.work.forward, s.cluster, of_step),
                 again = compute_of(p.work.again, s.cluster),
@@ -149,7 +261,7 @@ Parts parts_of(const PartProfile& p, const Setting& s) {
   return out;
 }
 
-Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s) {
+LayerTime parts_of_end(PartProfile ends, double part, bool is_first, const LayerContext& s) {
   const auto take = [part](std::int64_t& n) {
     n = static_cast<std::int64_t>(part * static_cast<double>(n));
   };
@@ -158,7 +270,7 @@ Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& 
     for (auto& [key, entry] : *traffic) take(entry.num_calls), take(entry.num_bytes);
   if (part < 1 && is_first) ends.work.forward.clear(), ends.work.again.clear();
   if (part < 1 && !is_first) ends.work.backward.clear();
-  Parts parts = parts_of(ends, s);
+  LayerTime parts = parts_of(ends, s);
   parts.weights = 0;
   return parts;
 }

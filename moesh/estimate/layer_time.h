@@ -1,16 +1,45 @@
 #pragma once
-// How long a layer takes on a rank of a mesh in one micro-batch, forward and backward: its kernels,
-// and what it sends, as far as nothing hides that.
+// How long the kernels of a training step take on a GPU, each for itself: from what was measured on
+// an H200, and for other GPUs in proportion to their peaks. And how long a layer takes on a rank.
 
 #include "moesh/estimate/cluster.h"
+#include "moesh/estimate/estimate.h"
 #include "moesh/estimate/profile.h"
-#include "moesh/estimate/speed.h"
 #include "moesh/pipeline/simulate.h"
 
 namespace moesh::estimate {
 
+using kernels::meta::KernelWork, kernels::meta::WorkKind, kernels::meta::WorkLedger;
+
+/// Seconds of a kernel, on a GPU that does nothing else.
+double seconds(const KernelWork& work, const Cluster& gpu);
+/// The seconds of a pass over so many bytes of parameters.
+double seconds_of_large_pass(double bytes, const Cluster& gpu);
+
+/// Seconds of a GPU, by what it does.
+struct Compute {
+  double experts = 0, attention = 0, dense = 0, passes = 0;
+  double moving = 0;  // part of the passes: rows to their experts in memory, and back
+
+  double all() const { return experts + attention + dense + passes; }
+  /// What may be done only when rows have come to their experts.
+  double at_experts() const { return experts + moving; }
+  void add(const Compute& c, double times = 1);
+};
+/// `part_of_step` counts of what a step does once.
+Compute compute_of(const WorkLedger& work, const Cluster& gpu, double part_of_step = 1);
+
+/// The products that give the gradients of weights: as many as in forward, and never in float8.
+double seconds_of_weight_gradients(const WorkLedger& forward, const Cluster& gpu);
+
+/// What products of experts take at least, however many rows an expert has.
+double least_seconds_of_experts(const PassWork& work, const Cluster& gpu);
+
+// How long a layer takes on a rank of a mesh in one micro-batch, forward and backward: its kernels,
+// and what it sends, as far as nothing hides that.
+
 /// Seconds of one micro-batch on a rank in one direction, by what goes on beside what.
-struct Pass {
+struct DirectionTime {
   double before = 0;      // computing until rows go to their experts
   double at_experts = 0;  // with rows that have come there
   double after = 0;       // when they are home
@@ -25,7 +54,7 @@ struct Pass {
   double travel() const { return between + inside; }
   double rows() const { return travel() - hidden + apart; }
   double all() const { return compute() + rows() + tensor + storage; }
-  void add(const Pass& p, double times = 1) {
+  void add(const DirectionTime& p, double times = 1) {
     before += times * p.before, at_experts += times * p.at_experts, after += times * p.after;
     between += times * p.between, inside += times * p.inside, hidden += times * p.hidden;
     apart += times * p.apart, tensor += times * p.tensor, storage += times * p.storage;
@@ -33,13 +62,13 @@ struct Pass {
 };
 
 /// Seconds of both directions, of a layer or of a stage.
-struct Parts {
-  Pass forward, backward;
+struct LayerTime {
+  DirectionTime forward, backward;
   Compute compute;     // of both, by kernels
   double again = 0;    // part of it: forward once more, in backward
   double weights = 0;  // part of backward: gradients of weights, which can be left for later
 
-  void add(const Parts& p, double times = 1) {
+  void add(const LayerTime& p, double times = 1) {
     forward.add(p.forward, times), backward.add(p.backward, times);
     compute.add(p.compute, times);
     again += times * p.again, weights += times * p.weights;
@@ -56,7 +85,7 @@ struct Parts {
 bool shares_gathers(const Config& config, const MeshShape& mesh);
 
 /// A step as far as the time of a layer depends on it.
-struct Setting {
+struct LayerContext {
   const Config& config;
   const Cluster& cluster;
   MeshShape mesh;
@@ -78,15 +107,15 @@ struct Setting {
   }
 };
 
-Parts parts_of(const PartProfile& p, const Setting& s);
+LayerTime parts_of(const PartProfile& p, const LayerContext& s);
 /// The part of what is around the layers that a stage has: the embedding, whose backward is one, or
 /// the head, whose backward is in forward.
-Parts parts_of_end(PartProfile ends, double part, bool is_first, const Setting& s);
+LayerTime parts_of_end(PartProfile ends, double part, bool is_first, const LayerContext& s);
 
 /// Adds what a layer does in one direction. As many rows come home as go there in forward; the
 /// others of backward go there with them. In forward their counts come first, for which the rank
 /// waits, behind rows that are under way (their own time is among that of the rows).
-void add_to(pipeline::Lane& lane, const Pass& p, const Pass& forward);
+void add_to(pipeline::Lane& lane, const DirectionTime& p, const DirectionTime& forward);
 /// How much sooner two lanes end that take turns.
 double gain_of_turns(const std::vector<pipeline::Lane>& lanes);
 

@@ -118,10 +118,15 @@ void add(kernels::meta::WorkLedger& to, const kernels::meta::WorkLedger& other, 
   for (const auto& [kernel, count] : other)
     if ((to[kernel] += times * count) == 0) to.erase(kernel);
 }
-void subtract(PassWork& from, const PassWork& other) {
-  add(from.forward, other.forward, -1), add(from.again, other.again, -1);
-  add(from.backward, other.backward, -1);
-  estimate::add(from.sent_in_forward, other.sent_in_forward, -1);
+// The first and so many times the other.
+PartProfile plus(PartProfile p, const PartProfile& other, double times) {
+  p.dense = p.dense.plus(other.dense, times), p.experts = p.experts.plus(other.experts, times);
+  p.activations += times * other.activations, p.tp_gradients += times * other.tp_gradients;
+  estimate::add(p.traffic, other.traffic, times);
+  estimate::add(p.work.sent_in_forward, other.work.sent_in_forward, times);
+  for (auto ledger : {&PassWork::forward, &PassWork::again, &PassWork::backward})
+    add(p.work.*ledger, other.work.*ledger, times);
+  return p;
 }
 
 // What a ring over n ranks sends of what it moves.
@@ -137,25 +142,6 @@ PartProfile part(const Estimate& e) {
   if (e.mesh.tp > 1)
     p.traffic[kSumOverTp].num_bytes -=
         static_cast<std::int64_t>(2 * sent(e.mesh.tp) * p.tp_gradients);
-  return p;
-}
-
-PartProfile difference(PartProfile a, const PartProfile& b) {
-  a.dense = a.dense.plus(b.dense, -1), a.experts = a.experts.plus(b.experts, -1);
-  a.activations -= b.activations, a.tp_gradients -= b.tp_gradients;
-  estimate::add(a.traffic, b.traffic, -1);
-  subtract(a.work, b.work);
-  return a;
-}
-
-PartProfile divided(PartProfile p, std::int64_t n) {
-  const double part = 1 / static_cast<double>(n);
-  p.dense = StateMemory().plus(p.dense, part), p.experts = StateMemory().plus(p.experts, part);
-  p.activations *= part, p.tp_gradients *= part;
-  for (auto* ledger : {&p.traffic, &p.work.sent_in_forward})
-    for (auto& [key, entry] : *ledger) entry.num_bytes /= n, entry.num_calls /= n;
-  for (auto* ledger : {&p.work.forward, &p.work.again, &p.work.backward})
-    for (auto& [kernel, count] : *ledger) count *= part;
   return p;
 }
 
@@ -227,7 +213,9 @@ config::Settings one_micro_batch(const Config& config, const MeshShape& mesh) {
 }
 
 // With fewer, three stages do not come to their peak.
-std::int64_t micro_batches_to_peak(Stages stages) { return stages == Stages::in_halves ? 6 : 3; }
+std::int64_t micro_batches_to_peak(BackwardOrder stages) {
+  return stages == BackwardOrder::in_halves ? 6 : 3;
+}
 
 Estimate later_step_of(const Config& config, int rank_of_pp, std::int64_t num_micro) {
   DryRank rank(config, rank_of_pp);
@@ -235,17 +223,14 @@ Estimate later_step_of(const Config& config, int rank_of_pp, std::int64_t num_mi
   return rank.step(num_micro);
 }
 
-// The peak without the state, and without what the simulator says that micro-batches hold.
+// The peak without the state, and without what micro-batches hold by the schedule.
 double on_top(const Estimate& e, const std::string& schedule, std::int64_t num_micro) {
   const StageLive& s = e.live.stages[0];
-  const auto activation = static_cast<double>(s.activation);
-  const pipeline::StageCosts costs{
-      .activation = activation,
-      .kept_for_weights = activation == 0 ? 0 : static_cast<double>(s.kept) / activation};
-  const auto simulation = pipeline::simulate(
-      pipeline::make_schedule(schedule, e.mesh.pp, 1, static_cast<int>(num_micro)),
-      {.stages = {costs}});
-  return static_cast<double>(e.activations()) - simulation.peak[static_cast<size_t>(e.rank_of_pp)];
+  const auto order = pipeline::make_schedule(schedule, e.mesh.pp, 1, static_cast<int>(num_micro));
+  return static_cast<double>(e.activations()) -
+         pipeline::most_held(order.ranks[static_cast<size_t>(e.rank_of_pp)],
+                             {.stages = {{.activation = static_cast<double>(s.activation),
+                                          .kept_for_weights = static_cast<double>(s.kept)}}});
 }
 
 }  // namespace
@@ -329,11 +314,11 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
   Profile profile;
   each_longer(models, [&](size_t shorter, size_t longer, std::int64_t layers) {
     profile.layers[models[longer].is_moe.back()] =
-        divided(difference(whole[longer], whole[shorter]), layers);
+        plus({}, plus(whole[longer], whole[shorter], -1), 1 / static_cast<double>(layers));
   });
   profile.ends = whole.back();
   for (const bool is_moe : models.back().is_moe) {
-    profile.ends = difference(profile.ends, profile.layers.at(is_moe));
+    profile.ends = plus(profile.ends, profile.layers.at(is_moe), -1);
     held -= profile.layers.at(is_moe).activations;
   }
   const double rest = profile.ends.activations;
@@ -343,21 +328,21 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
 }
 
 // The first of three stages, or the one between, has the layers of a short model, the others one.
-const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stages stages) {
+const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, BackwardOrder stages) {
   const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp, mesh.dp_shard > 1), stages);
   if (const auto found = known_stages_.find(key); found != known_stages_.end())
     return found->second;
   const auto& full = config_.model.architecture;
   // What comes and goes is that of a few layers; what halves keep is compared, layer by layer.
-  const std::vector<Short> models = stages == Stages::in_halves
+  const std::vector<Short> models = stages == BackwardOrder::in_halves
                                         ? short_models(full, shape_)
                                         : std::vector{shortened(full, 4, shape_.is_moe[0] ? 0 : 1)};
   const std::int64_t num_micro = micro_batches_to_peak(stages);
   MeshShape three_stages = smallest(mesh);
   three_stages.pp = 3;
-  const std::string schedule = stages == Stages::in_halves   ? "zero_bubble"
-                               : stages == Stages::after_all ? "gpipe"
-                                                             : "1f1b";
+  const std::string schedule = stages == BackwardOrder::in_halves   ? "zero_bubble"
+                               : stages == BackwardOrder::after_all ? "gpipe"
+                                                                    : "1f1b";
   const auto run = [&](int stage, int num_layers, int num_dense) {
     auto settings = one_micro_batch(config_, three_stages);
     const auto set = [&](const char* name, const std::string& value) {
@@ -394,12 +379,12 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
 
 // What a stage holds where it frees parameters after use, and besides those of all its layers,
 // once.
-Profile Profiler::with_shared_gathers(const MeshShape& mesh, Stages stages) {
+Profile Profiler::with_shared_gathers(const MeshShape& mesh, BackwardOrder stages) {
   if (!resharding_)
     resharding_ = std::make_unique<Profiler>(
         changed(config_, {{"parallelism.fsdp_reshard_after_forward", true, {"estimate"}}}));
   Profile out = resharding_->on(mesh, stages);
-  const Profile own = on(mesh, Stages::one);
+  const Profile own = on(mesh, BackwardOrder::one);
   const double ratio = config_.training.dtype == "bfloat16" ? 0.5 : 1;  // to the master weights
   for (auto& [is_moe, layer] : out.layers) {
     layer.traffic = own.layers.at(is_moe).traffic;
@@ -413,14 +398,14 @@ Profile Profiler::with_shared_gathers(const MeshShape& mesh, Stages stages) {
   return out;
 }
 
-Profile Profiler::on(const MeshShape& mesh, Stages stages) {
+Profile Profiler::on(const MeshShape& mesh, BackwardOrder stages) {
   const MeshShape to = mesh.validated(), from = smallest(to);
-  if (stages != Stages::one && !config_.parallelism.fsdp_reshard_after_forward)
+  if (stages != BackwardOrder::one && !config_.parallelism.fsdp_reshard_after_forward)
     return with_shared_gathers(to, stages);
   const Profile& p = measured(to);
   Profile out{.layers = {}, .ends = rescaled(p.ends, from, to), .always = p.always};
   OfStages of_stages;
-  if (stages != Stages::one) of_stages = measured_stages(to, stages);
+  if (stages != BackwardOrder::one) of_stages = measured_stages(to, stages);
   out.always_on_first = of_stages.always_on_first;
   out.always_between = of_stages.always_between;
   // While the sums of blocks travel, a rank gets its shards of them, which are in the peak as well:

@@ -34,7 +34,7 @@ struct Profile {
 
 /// How a pipeline goes through backward, if there is one: as soon as it can, after all forwards, or
 /// in two halves.
-enum class Stages { one, soon, after_all, in_halves };
+enum class BackwardOrder { one, soon, after_all, in_halves };
 
 /// The layers of the model of a configuration, whatever the mesh.
 struct ModelShape {
@@ -56,7 +56,7 @@ class Profiler {
 
   /// On this mesh, pp aside. Throws Error (config) where the model does not divide by it. What
   /// only stages have is measured if it is asked for.
-  Profile on(const MeshShape& mesh, Stages stages = Stages::one);
+  Profile on(const MeshShape& mesh, BackwardOrder stages = BackwardOrder::one);
   const Config& config() const { return config_; }
   const ModelShape& model() const { return shape_; }
   /// Dry runs so far.
@@ -69,14 +69,14 @@ class Profiler {
     double always_on_first = 0, always_between = 0;
   };
   const Profile& measured(const MeshShape& mesh);
-  Profile with_shared_gathers(const MeshShape& mesh, Stages stages);
-  const OfStages& measured_stages(const MeshShape& mesh, Stages stages);
+  Profile with_shared_gathers(const MeshShape& mesh, BackwardOrder stages);
+  const OfStages& measured_stages(const MeshShape& mesh, BackwardOrder stages);
 
   Config config_;
   ModelShape shape_;
   std::unique_ptr<Profiler> resharding_;  // the same with fsdp_reshard_after_forward, if needed
   std::map<Way, Profile> known_;
-  std::map<std::pair<Way, Stages>, OfStages> known_stages_;
+  std::map<std::pair<Way, BackwardOrder>, OfStages> known_stages_;
   int num_runs_ = 0;
 };
 

@@ -30,12 +30,6 @@ struct LayerSplit {
   auto operator<=>(const LayerSplit&) const = default;
 };
 
-// A way to split layers with every pp and dp that makes up the cluster.
-struct Candidate {
-  LayerSplit way;
-  std::vector<MeshShape> meshes;
-};
-
 // What is searched besides the mesh, the fastest of each first.
 struct Choices {
   std::vector<std::string> schedules, modes, dispatchers;
@@ -155,7 +149,8 @@ std::vector<MeshShape> meshes_of(const Config& config, const Choices& choices,
 
 // The ways that split the dense layers alike: whatever the experts cost comes on top of the bound.
 struct TimedFamily {
-  std::vector<Candidate> candidates;
+  // For each way to split layers, every pp and dp that makes up the cluster.
+  std::vector<std::vector<MeshShape>> ways;
   double bound = 0;  // tokens/s that none of them exceeds
 };
 
@@ -175,10 +170,10 @@ std::vector<TimedFamily> families(const Config& config, const Choices& choices,
                                static_cast<int>(expert), width};
           if (!is_tried(config, cluster, asked, way)) continue;
           auto meshes = meshes_of(config, choices, asked, num_ranks, way);
-          if (!meshes.empty()) family.candidates.push_back({way, std::move(meshes)});
+          if (!meshes.empty()) family.ways.push_back(std::move(meshes));
         }
       }
-      if (!family.candidates.empty()) all.push_back(std::move(family));
+      if (!family.ways.empty()) all.push_back(std::move(family));
     }
   return all;
 }
@@ -312,8 +307,8 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
   TimeSearch result;
   int num_ways = 0, num_done = 0;
   for (const TimedFamily& f : all)
-    for (const Candidate& c : f.candidates)
-      ++num_ways, result.num_meshes += static_cast<int>(c.meshes.size());
+    for (const auto& meshes : f.ways)
+      ++num_ways, result.num_meshes += static_cast<int>(meshes.size());
   SpeedGroups groups(most);
   const auto tell = [&] {
     result.num_runs = profilers.num_runs();
@@ -341,7 +336,7 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
     return most;
   };
   for (TimedFamily& f : all) {
-    MeshShape whole_experts = one_stage(f.candidates[0].meshes[0]);
+    MeshShape whole_experts = one_stage(f.ways[0][0]);
     whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
     // A dispatcher may share a gather with the shared expert: a per cent for that.
     f.bound = 1.01 * fastest_tokens_per_second(
@@ -384,13 +379,13 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
   // Meshes without pp and copies first: they are timed at once, and leave few of the others.
   for (const bool is_simple : {true, false}) {
     num_done = 0;
-    for (TimedFamily& f : all) {
+    for (const TimedFamily& f : all) {
       if (is_hopeless(f.bound)) break;
-      for (Candidate& c : f.candidates) {
+      for (const auto& meshes : f.ways) {
         ++num_done;
         tell();
-        if (is_hopeless(bound(c.meshes[0], choices.modes[0]))) continue;
-        for (const MeshShape& mesh : c.meshes)
+        if (is_hopeless(bound(meshes[0], choices.modes[0]))) continue;
+        for (const MeshShape& mesh : meshes)
           for (const std::string& schedule : choices.schedules) {
             if ((mesh.pp * mesh.dp_replicate == 1) == is_simple &&
                 fits_plan(config, schedule, mesh.pp))

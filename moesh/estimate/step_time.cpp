@@ -11,18 +11,18 @@ namespace moesh::estimate {
 namespace {
 
 // The loss and its gradients are computed in forward, and nothing of them again.
-pipeline::StageCosts costs_of(const Parts& p) {
+pipeline::StageCosts costs_of(const LayerTime& p) {
   return {.forward = p.forward.all(),
           .backward_input = p.backward.all() - p.weights,
           .backward_weight = p.weights};
 }
 
-Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
+BackwardOrder stages_of(const MeshShape& mesh, const std::string& schedule) {
   const bool in_halves = pipeline::has_halves(schedule);
-  return mesh.pp == 1          ? Stages::one
-         : in_halves           ? Stages::in_halves
-         : schedule == "gpipe" ? Stages::after_all
-                               : Stages::soon;
+  return mesh.pp == 1          ? BackwardOrder::one
+         : in_halves           ? BackwardOrder::in_halves
+         : schedule == "gpipe" ? BackwardOrder::after_all
+                               : BackwardOrder::soon;
 }
 
 // Whether forwards and backwards of a pipeline are under way at once.
@@ -31,17 +31,29 @@ bool is_joined(const Order& order, const MeshShape& mesh) {
          pipeline::can_be_joined(order.schedule);
 }
 
+// A stage, or all stages of a rank.
+struct PipeStage {
+  LayerTime work;
+  double ends = 0;  // computing embedding, head and loss
+  StateMemory state;
+  double always = 0;    // bytes that do not depend on how many micro-batches live
+  double gathered = 0;  // parameters that its micro-batches share
+
+  void add(const PipeStage& s) {
+    work.add(s.work);
+    ends += s.ends, gathered += s.gathered;
+    state = state.plus(s.state);
+    always = std::max(always, s.always);
+  }
+};
+
 // A step on a mesh, before any schedule is gone through.
 struct Pipe {
   std::int64_t num_micro = 1;
   pipeline::StagePlan plan;
   train::PipelineOptions options;
-  std::vector<Parts> stages;
-  std::vector<double> ends;  // of each: computing embedding, head and loss
+  std::vector<PipeStage> stages;
   pipeline::Costs costs;
-  std::vector<StateMemory> state;  // of each stage
-  std::vector<double> always;    // of each: bytes that do not depend on how many micro-batches live
-  std::vector<double> gathered;  // of each: parameters that its micro-batches share
 };
 
 pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh, std::int64_t num_micro) {
@@ -58,7 +70,7 @@ bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int 
 }
 
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-               const Order& order, Stages stages) {
+               const Order& order, BackwardOrder stages) {
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   Pipe pipe{.num_micro =
@@ -72,36 +84,37 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   MeshShape layer_mesh = mesh;
   layer_mesh.pp = 1;
   const Profile profile = profiler.on(layer_mesh, stages);
-  const Setting setting{.config = config,
-                        .cluster = cluster,
-                        .mesh = mesh,
-                        .num_micro = pipe.num_micro,
-                        .in_pairs = Setting::pairs(order.overlap_experts, mesh, pipe.num_micro)};
-  std::map<bool, Parts> layer_parts;
+  const LayerContext setting{
+      .config = config,
+      .cluster = cluster,
+      .mesh = mesh,
+      .num_micro = pipe.num_micro,
+      .in_pairs = LayerContext::pairs(order.overlap_experts, mesh, pipe.num_micro)};
+  std::map<bool, LayerTime> layer_parts;
   for (const auto& [is_moe, p] : profile.layers) layer_parts[is_moe] = parts_of(p, setting);
   size_t layer = 0;
   for (size_t s = 0; s < pipe.plan.size(); ++s) {
-    Parts stage;
+    PipeStage& stage = pipe.stages.emplace_back();
     pipeline::Lane forward, backward;
-    StateMemory state;
-    double activations = 0, kept = 0, gathered = 0;
+    double activations = 0, kept = 0;
     for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
       const PartProfile& p = profile.layers.at(model.is_moe[layer]);
-      const Parts& parts = layer_parts.at(model.is_moe[layer]);
-      stage.add(parts);
+      const LayerTime& parts = layer_parts.at(model.is_moe[layer]);
+      stage.work.add(parts);
       pipeline::Lane of_layer;
       add_to(of_layer, parts.backward, parts.forward);
       backward.insert(backward.begin(), of_layer.begin(), of_layer.end());
       add_to(forward, parts.forward, parts.forward);
-      state = state.plus(p.dense).plus(p.experts);
-      activations += p.activations, kept += p.kept, gathered += p.gathered;
+      stage.state = stage.state.plus(p.dense).plus(p.experts);
+      activations += p.activations, kept += p.kept, stage.gathered += p.gathered;
     }
     const bool is_first = s == 0, is_last = s + 1 == pipe.plan.size();
     const double both = is_first && is_last ? 1 : 0;
-    state = state.plus(profile.ends.dense,
-                       both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
-    if (is_last) state = state.plus(profile.ends.experts);
-    Parts end;
+    stage.state =
+        stage.state.plus(profile.ends.dense,
+                         both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
+    if (is_last) stage.state = stage.state.plus(profile.ends.experts);
+    LayerTime end;
     if (is_first || is_last) {
       const double of_first = std::min(0.5, model.of_first);
       end = parts_of_end(profile.ends,
@@ -110,26 +123,23 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                     : 1 - of_first,
                          is_first, setting);
     }
-    stage.add(end);
+    stage.work.add(end);
     forward.push_back({.compute = end.forward.compute()});
     backward.insert(is_first ? backward.end() : backward.begin(),
                     {.compute = end.backward.compute()});
-    pipe.ends.push_back(end.compute.all());
-    pipe.stages.push_back(stage);
-    pipe.state.push_back(state);
-    pipe.always.push_back(is_last    ? profile.always
-                          : is_first ? profile.always_on_first
-                                     : profile.always_between);
-    pipe.gathered.push_back(gathered);
-    pipeline::StageCosts c = costs_of(stage);
+    stage.ends = end.compute.all();
+    stage.always = is_last    ? profile.always
+                   : is_first ? profile.always_on_first
+                              : profile.always_between;
+    pipeline::StageCosts c = costs_of(stage.work);
     if (pipe.options.overlap_experts) {  // rows of each that the other hides
       const double hidden = gain_of_turns({backward, forward}),
-                   travel = stage.forward.travel() + stage.backward.travel();
-      c.forward_links = travel == 0 ? 0 : hidden * stage.forward.travel() / travel;
+                   travel = stage.work.forward.travel() + stage.work.backward.travel();
+      c.forward_links = travel == 0 ? 0 : hidden * stage.work.forward.travel() / travel;
       c.backward_links = hidden - c.forward_links;
     }
     c.activation = setting.in_pairs > 0 ? 2 * activations : activations;
-    c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
+    c.kept_for_weights = kept;
     pipe.costs.stages.push_back(c);
   }
   const double bytes_of_number = config.training.dtype == "bfloat16"  ? 2
@@ -158,21 +168,21 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
 // What no order of the actions undercuts, with parameters and gradients moved in no time: a rank
 // works on all micro-batches, after the first has come to it through the stages before; where
 // backward is whole, the last one goes back through these afterwards.
-double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
+double fewest_seconds(const Pipe& pipe, const std::vector<PipeStage>& ranks,
                       const std::vector<int>& rank_of) {
   const bool in_halves = pipeline::has_halves(pipe.options.schedule);
-  std::vector<bool> is_seen(work.size(), false);
+  std::vector<bool> is_seen(ranks.size(), false);
   double before = 0, most = 0;
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(rank_of[s]);
-    const Parts& w = work[rank];
+    const LayerTime& w = ranks[rank].work;
     if (!is_seen[rank])
       most = std::max(most,
                       before + static_cast<double>(pipe.num_micro) *
                                    (w.all() - w.storage() -
                                     (pipe.options.overlap_experts ? w.between() + w.inside() : 0)));
     is_seen[rank] = true;
-    const Parts& stage = pipe.stages[s];
+    const LayerTime& stage = pipe.stages[s].work;
     before +=
         in_halves ? stage.forward.all() - stage.forward.storage : stage.all() - stage.storage();
   }
@@ -232,7 +242,7 @@ double seconds_of_muon(const ModelShape& model, int num_ranks, const Cluster& gp
 
 // Nothing where no schedule, and no size of a micro-batch, gives more than `least` tokens a second.
 std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                              const Order& how, Stages stages, double least) {
+                              const Order& how, BackwardOrder stages, double least) {
   const MeshShape mesh = shape.validated();
   const std::string& schedule = how.schedule;
   const Config& config = profiler.config();
@@ -241,17 +251,9 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   const std::int64_t simulated_micro = enough_micro(pipe, mesh);
   const auto order = schedule_of(pipe, mesh, simulated_micro);
 
-  std::vector<Parts> work(static_cast<size_t>(mesh.pp));
-  std::vector<StateMemory> state(work.size());
-  std::vector<double> always(work.size()), gathered(work.size()), ends(work.size());
-  for (size_t s = 0; s < pipe.stages.size(); ++s) {
-    const auto rank = static_cast<size_t>(order.rank_of[s]);
-    work[rank].add(pipe.stages[s]);
-    state[rank] = state[rank].plus(pipe.state[s]);
-    always[rank] = std::max(always[rank], pipe.always[s]);
-    gathered[rank] += pipe.gathered[s];
-    ends[rank] += pipe.ends[s];
-  }
+  std::vector<PipeStage> ranks(static_cast<size_t>(mesh.pp));
+  for (size_t s = 0; s < pipe.stages.size(); ++s)
+    ranks[static_cast<size_t>(order.rank_of[s])].add(pipe.stages[s]);
   const auto num_micro = static_cast<double>(pipe.num_micro),
              num_more = num_micro - static_cast<double>(simulated_micro);
   StepTime out{.mesh = mesh,
@@ -264,28 +266,30 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                .layers = pipe.plan,
                .overlap_experts = how.overlap_experts,
                .dispatcher = config.parallelism.moe_dispatcher};
-  const double fastest = fewest_seconds(pipe, work, order.rank_of);
+  const double fastest = fewest_seconds(pipe, ranks, order.rank_of);
   if (static_cast<double>(out.num_tokens) <= least * fastest) return std::nullopt;
   const auto simulation = pipeline::simulate(order, pipe.costs);
   std::vector<double> busy;
-  for (size_t r = 0; r < work.size(); ++r) {
-    busy.push_back(simulation.busy[r] + num_more * work[r].all());
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    busy.push_back(simulation.busy[r] + num_more * ranks[r].work.all());
     // GPipe holds all micro-batches; the others no more than were simulated.
     const double alive =
         schedule == "gpipe" && mesh.pp > 1 ? num_micro / static_cast<double>(simulated_micro) : 1;
-    out.peak = std::max(out.peak, static_cast<double>(state[r].total()) +
-                                      alive * simulation.peak[r] + always[r] + gathered[r]);
+    out.peak =
+        std::max(out.peak, static_cast<double>(ranks[r].state.total()) +
+                               alive * simulation.peak[r] + ranks[r].always + ranks[r].gathered);
     // Weights and moments are read and written, gradients read for their norm, and once more. Those
     // of one micro-batch on one rank are in the type of the work.
     const double of_gradients =
         mesh.num_ranks() * pipe.num_micro == 1 && config.training.dtype == "bfloat16" ? 1 : 2;
-    const double bytes = static_cast<double>(2 * state[r].weights + 2 * state[r].optimizer) +
-                         of_gradients * static_cast<double>(state[r].gradients);
+    const double bytes =
+        static_cast<double>(2 * ranks[r].state.weights + 2 * ranks[r].state.optimizer) +
+        of_gradients * static_cast<double>(ranks[r].state.gradients);
     out.update = std::max(out.update, seconds_of_large_pass(bytes, cluster));
   }
   out.update += seconds_of_muon(model, mesh.num_ranks(), cluster);
   const auto busiest = std::max_element(busy.begin(), busy.end()) - busy.begin();
-  const Parts& longest = work[static_cast<size_t>(busiest)];
+  const LayerTime& longest = ranks[static_cast<size_t>(busiest)].work;
   const double longest_busy = busy[static_cast<size_t>(busiest)],
                whole = simulation.time + num_more * longest.all();
   out.compute = num_micro * longest.compute.all(), out.tensor = num_micro * longest.tensor();
@@ -294,7 +298,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
   out.experts = num_micro * longest.rows() - (num_micro * longest.all() - longest_busy);
   out.kernels.add(longest.compute, num_micro);
   out.again = num_micro * longest.again;
-  out.ends = num_micro * ends[static_cast<size_t>(busiest)];
+  out.ends = num_micro * ranks[static_cast<size_t>(busiest)].ends;
   out.bubble = std::max(0.0, whole - longest_busy);  // not -0 by rounding
   out.waiting =
       std::max(0.0, 1 - std::accumulate(busy.begin(), busy.end(), 0.0) / (whole * mesh.pp));
@@ -321,7 +325,7 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
 std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
                                         const MeshShape& mesh, const Order& order, double least,
                                         double limit) {
-  auto time = timed(profiler, cluster, mesh, order, Stages::one, least);
+  auto time = timed(profiler, cluster, mesh, order, BackwardOrder::one, least);
   if (!time || mesh.pp == 1 || time->tokens_per_second() <= least) return time;
   const bool is_least = profiler.config().parallelism.fsdp_reshard_after_forward;
   if (is_least && time->peak > limit) return time;
@@ -343,9 +347,9 @@ double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, con
   const ModelShape& model = profiler.model();
   const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length);
   const Profile profile = profiler.on(mesh);
-  const Setting setting{
+  const LayerContext setting{
       .config = config, .cluster = cluster, .mesh = mesh, .moves_parameters = false};
-  Parts sum;
+  LayerTime sum;
   for (const bool is_moe : model.is_moe) sum.add(parts_of(profile.layers.at(is_moe), setting));
   sum.add(parts_of(profile.ends, setting));
   double compute = sum.compute.all();

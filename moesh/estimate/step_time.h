@@ -7,8 +7,8 @@
 #include <string>
 
 #include "moesh/estimate/cluster.h"
+#include "moesh/estimate/layer_time.h"
 #include "moesh/estimate/profile.h"
-#include "moesh/estimate/speed.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/pipeline/stage_plan.h"
 

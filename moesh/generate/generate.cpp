@@ -11,6 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/base/timeline.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/comm/launch.h"
 #include "moesh/fsdp/fsdp.h"
@@ -21,10 +22,6 @@ namespace moesh::generate {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 void check(const Config& config, const GenerateOptions& options) {
   const auto facts = models::facts(config.model.architecture);

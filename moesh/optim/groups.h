@@ -11,9 +11,9 @@
 namespace moesh::optim {
 
 struct GroupOptions {
-  std::string match;  // a regular expression that is found in the names
+  std::string match = "";  // a regular expression that is found in the names
   double lr_scale = 1;
-  std::optional<double> weight_decay = {};  // of all of them; nothing: as that of the others
+  double weight_decay = -1;  // of all of them; -1: as that of the others
 };
 
 class Groups {

@@ -28,13 +28,10 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  /// Updates every stored value in place from its gradient, and sets the gradients to none. A
+  /// A step updates every stored value in place from its gradient, and sets the gradients to none.
+  /// It has three parts, for a host that does not wait: before, what it knows; then the update,
+  /// which only reads numbers of the device; and when those were read, whether it was skipped. A
   /// gradient that is missing is an error, and then no parameter moves.
-  void step(double lr);
-
-  /// The same in three parts, for a host that does not wait: before, what it knows; then the
-  /// update, which only reads numbers of the device; and when those were read, whether it was
-  /// skipped.
   void begin_step(double lr);
   /// Float64 scalars: what the gradients are multiplied with, and whether the step is skipped (not
   /// 0). The gradients stay.

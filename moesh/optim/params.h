@@ -62,9 +62,4 @@ using Norm = Tensor<Dense{Place::I, Place::I, Place::I}>;
 /// finite on one rank, replica or not, makes the norm not finite on all.
 Norm grad_norm(const ParamList& params);
 
-/// Whether every gradient on every rank is finite: if not, all ranks skip the step. A norm that
-/// overflows float64 counts as not finite.
-bool all_finite(const Norm& norm);
-bool all_finite(const ParamList& params);
-
 }  // namespace moesh::optim

@@ -2,6 +2,8 @@
 // The learning rate over the run, as a factor of its peak.
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace moesh::optim {
 
@@ -16,24 +18,19 @@ namespace moesh::optim {
 /// Only the first step after the run has the floor, so that no step of it is lost to a rate of 0.
 /// constant: always 1 after the warm-up.
 // clang-format on
-struct LrScheduleConfig {
-  enum class Curve : std::uint8_t { constant, linear, cosine, wsd } kind = Curve::cosine;
+struct LrSchedule {
+  std::string kind = "cosine";
   std::int64_t num_steps = 0;
   std::int64_t warmup_steps = 0;
   double decay_ratio = 0.1;    // wsd: the last fraction of all steps, in which the rate falls
   double min_lr_factor = 0.0;  // the floor
 
   void validate() const;
-};
-
-class LrSchedule {
- public:
-  explicit LrSchedule(const LrScheduleConfig& config);
+  /// The factor in a step of a valid schedule.
   double factor(std::int64_t step) const;
-
- private:
-  LrScheduleConfig config_;
-  std::int64_t num_decay_steps_;
 };
+
+/// What `kind` may be.
+const std::vector<std::string>& lr_schedule_names();
 
 }  // namespace moesh::optim

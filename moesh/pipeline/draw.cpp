@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <set>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 
 namespace moesh::pipeline {
 namespace {
@@ -56,12 +56,10 @@ constexpr double kLeft = 60, kWidth = 900, kRow = 26, kTop = 52;
 
 std::string rectangle(double x, double y, double width, double height, const char* colour,
                       double opacity) {
-  char text[200];
-  std::snprintf(text, sizeof text,
-                "<rect x=\"%.2f\" y=\"%.2f\" width=\"%.2f\" height=\"%.2f\" fill=\"%s\" "
-                "fill-opacity=\"%.2f\"/>\n",
-                x, y, width, height, colour, opacity);
-  return text;
+  return formatted(
+      "<rect x=\"%.2f\" y=\"%.2f\" width=\"%.2f\" height=\"%.2f\" fill=\"%s\" "
+      "fill-opacity=\"%.2f\"/>\n",
+      x, y, width, height, colour, opacity);
 }
 
 std::string escaped(const std::string& text) {
@@ -72,9 +70,7 @@ std::string escaped(const std::string& text) {
 }
 
 std::string text_at(double x, double y, const std::string& text, const char* more) {
-  char place[120];
-  std::snprintf(place, sizeof place, "<text x=\"%.2f\" y=\"%.2f\" %s>", x, y, more);
-  return place + escaped(text) + "</text>\n";
+  return formatted("<text x=\"%.2f\" y=\"%.2f\" %s>", x, y, more) + escaped(text) + "</text>\n";
 }
 
 std::string draw_action(const Timed& t, int round, double y, double height, double scale) {
@@ -112,9 +108,7 @@ std::string draw_text(const Simulation& s, int columns) {
         text.assign(end - begin, text[0]);
       line.replace(begin, end - begin, text);
     }
-    char name[32];
-    std::snprintf(name, sizeof name, "rank %-3zu ", r);
-    out += name + line + "\n";
+    out += formatted("rank %-3zu ", r) + line + "\n";
   }
   return out;
 }
@@ -122,19 +116,16 @@ std::string draw_text(const Simulation& s, int columns) {
 std::string draw_svg(const Simulation& s, const std::string& title, const std::string& note) {
   const double scale = s.time > 0 ? kWidth / s.time : 0,
                bottom = kTop + kRow * static_cast<double>(s.ranks.size()), height = bottom + 34;
-  char head[320];
-  std::snprintf(
-      head, sizeof head,
+  std::string out = formatted(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" "
       "height=\"%.0f\" font-family=\"sans-serif\" font-size=\"11\">\n",
       kLeft + kWidth + 12, height, kLeft + kWidth + 12, height);
-  std::string out = head;
   out += "<title>" + escaped(title) + "</title>\n";
   out += rectangle(0, 0, kLeft + kWidth + 12, height, "#ffffff", 1);
   out += text_at(kLeft, 22, title, "font-size=\"15\" fill=\"#202020\"");
-  char numbers[160];
-  std::snprintf(numbers, sizeof numbers, "bubble %.1f %%, at most %g activations on a rank",
-                100 * s.bubble_fraction(), *std::max_element(s.peak.begin(), s.peak.end()));
+  const std::string numbers =
+      formatted("bubble %.1f %%, at most %g activations on a rank", 100 * s.bubble_fraction(),
+                *std::max_element(s.peak.begin(), s.peak.end()));
   out += text_at(kLeft, 40, note.empty() ? numbers : note, "fill=\"#606060\"");
   std::set<int> kinds;
   bool has_rounds = false;

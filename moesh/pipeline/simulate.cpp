@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <span>
 #include <tuple>
 
@@ -59,7 +60,7 @@ class Simulator {
   Simulation run() {
     advance();
     check_all_ran();
-    for (const auto& list : s_.ranks) out_.peak.push_back(peak_of(list));
+    for (const auto& list : s_.ranks) out_.peak.push_back(most_held(list, costs_, s_.has_backward));
     for (const auto& [key, channel] : channels_)
       out_.num_buffers = std::max(out_.num_buffers, most_messages(channel));
     return std::move(out_);
@@ -189,22 +190,6 @@ class Simulator {
                 "the ranks of a pipeline wait for each other: ", left);
   }
 
-  double peak_of(const std::vector<Action>& list) const {
-    double held = 0, peak = 0;
-    for (const Action& a : list) {
-      const StageCosts& c = costs_.of(a.stage);
-      const double kept = c.activation * c.kept_for_weights;
-      if (a.kind == forward) held += c.activation;
-      if (a.kind == backward) held -= c.activation;
-      if (a.kind == backward_input) held -= c.activation - kept;
-      if (a.kind == backward_weight) held -= kept;
-      // After a half for the inputs, too: with recompute it may keep more than forward has.
-      peak = std::max(peak, held);
-      if (!s_.has_backward) held -= c.activation;  // nobody comes back for it
-    }
-    return peak;
-  }
-
   int most_messages(const MessageOrder& channel) {
     std::vector<std::pair<double, int>> events;  // at one time, what is taken comes first
     for (size_t i = 0; i < channel.made_by.size(); ++i) {
@@ -233,13 +218,25 @@ double Simulation::bubble_fraction() const {
   return time == 0 ? 0 : 1 - work / (time * static_cast<double>(busy.size()));
 }
 
-double Simulation::bubble_fraction_of_worst_rank() const {
-  double worst = 0;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    const double span = ranks[r].back().end - ranks[r].front().start;
-    if (span > 0) worst = std::max(worst, 1 - busy[r] / span);
+double most_held(const std::vector<Action>& actions, const Costs& costs, bool has_backward) {
+  double held = 0, most = 0;
+  std::set<int> with_gradients;
+  for (const Action& a : actions) {
+    const StageCosts& c = costs.of(a.stage);
+    most = std::max(most, held + (a.kind == forward           ? c.in_forward
+                                  : a.kind == backward_weight ? c.in_weights
+                                                              : c.in_backward));
+    if (a.kind == forward) held += c.activation;
+    if (is_input_backward(a)) held -= c.activation;
+    if (a.kind == backward_input) held += c.kept_for_weights;
+    if (a.kind == backward_weight) held -= c.kept_for_weights;
+    const bool makes_gradients = a.kind == backward || a.kind == backward_weight;
+    if (makes_gradients && with_gradients.insert(a.stage).second) held += c.gradients;
+    // After a half for the inputs, too: with recompute it may keep more than forward has.
+    most = std::max(most, held);
+    if (!has_backward) held -= c.activation;  // nobody comes back for it
   }
-  return worst;
+  return most;
 }
 
 double time_together(const Action& a, const Action& b, const Costs& costs) {

@@ -16,9 +16,11 @@ struct StageCosts {
   /// The parts of forward and of backward_input in which the rank waits for rows on the links. The
   /// two that are joined go beside each other: one computes in this time of the other.
   double forward_links = 0, backward_links = 0;
-  double activation = 1;  // held from forward until backward has ended, in any unit of memory
-  /// How much of it is held on from the gradients of inputs to those of weights.
-  double kept_for_weights = 1;
+  double activation = 1;        // held from forward until backward has ended, in any unit of memory
+  double kept_for_weights = 1;  // held from the gradients of inputs to those of weights
+  /// While an action goes on, on top of what is held before.
+  double in_forward = 0, in_backward = 0, in_weights = 0;
+  double gradients = 0;  // held from the first gradients of weights to the end
   /// Time of what goes to the next stage, and of its gradient back, where that is on another rank.
   double transfer = 0;
 };
@@ -49,10 +51,10 @@ struct Simulation {
 
   /// The part of `time` in which ranks wait: 1 - work / (ranks * time).
   double bubble_fraction() const;
-  /// The same between the first start and the last end of each rank, the worst of them: what is
-  /// left where an optimizer step need not wait for all ranks. So the papers on zero bubbles count.
-  double bubble_fraction_of_worst_rank() const;
 };
+
+/// The most that a rank holds at once which goes through these actions.
+double most_held(const std::vector<Action>& actions, const Costs& costs, bool has_backward = true);
 
 /// How long two joined actions take: as long as the rank computes for both, and waits for what the
 /// compute of the other one does not hide of the rows of each.

@@ -1,22 +1,21 @@
 #include "moesh/pipeline/stage_plan.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <limits>
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 
 namespace moesh::pipeline {
 namespace {
 
-// Costs of all layers before each one, with the embedding and the head where they belong, so that
-// the cost of the layers [a, b) is a difference.
+// Costs of all layers before each one, so that the cost of the layers [a, b) is a difference; the
+// head is with the last one.
 std::vector<double> sums(const PartCosts& costs) {
   std::vector<double> all{0};
   for (const double layer : costs.layers) all.push_back(all.back() + layer);
-  for (size_t i = 1; i < all.size(); ++i) all[i] += costs.embedding;
   all.back() += costs.head;
   return all;
 }
@@ -49,15 +48,6 @@ std::pair<double, StagePlan> best_plan(const std::vector<double>& before, int st
   return {best[at(stages, n)], plan};
 }
 
-int parse_count(const std::string& text, const std::string& whole) {
-  int n = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
-  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && n >= 1, ErrorKind::config,
-              "layers of the stages are '", whole, "', and '", text,
-              "' is not a number of layers; write one number, or one for each stage as in 4,5,5,4");
-  return n;
-}
-
 }  // namespace
 
 StagePlan balanced_plan(const PartCosts& costs, int num_stages) {
@@ -76,10 +66,13 @@ StagePlan balanced_plan(const PartCosts& costs, int num_stages) {
 
 StagePlan given_plan(const std::string& text, int num_layers) {
   StagePlan plan;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t comma = std::min(text.find(',', begin), text.size());
-    plan.push_back(parse_count(text.substr(begin, comma - begin), text));
-    begin = comma + 1;
+  for (const std::string& part : split(text, ',')) {
+    const auto n = number_of<int>(part);
+    MOESH_CHECK(n && *n >= 1, ErrorKind::config, "layers of the stages are '", text, "', and '",
+                part,
+                "' is not a number of layers; write one number, or one for each stage as in "
+                "4,5,5,4");
+    plan.push_back(*n);
   }
   if (plan.size() == 1) {
     const int each = std::min(plan[0], num_layers);
@@ -97,18 +90,6 @@ std::string plan_text(const StagePlan& plan) {
   std::string text;
   for (const int n : plan) text += (text.empty() ? "" : ",") + std::to_string(n);
   return text;
-}
-
-std::vector<double> stage_costs(const PartCosts& costs, const StagePlan& plan) {
-  const auto before = sums(costs);
-  std::vector<double> all;
-  size_t first = 0;
-  for (const int num_layers : plan) {
-    const size_t end = first + static_cast<size_t>(num_layers);
-    all.push_back(before.at(end) - before[first]);
-    first = end;
-  }
-  return all;
 }
 
 }  // namespace moesh::pipeline

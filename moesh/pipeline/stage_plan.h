@@ -9,7 +9,7 @@ namespace moesh::pipeline {
 /// What the parts of a model cost, in any unit: FLOPs, or seconds.
 struct PartCosts {
   std::vector<double> layers;
-  double embedding = 0, head = 0;  // they come with the first and with the last layer
+  double head = 0;  // it comes with the last layer
 };
 
 /// How many layers each stage has, in order.
@@ -25,8 +25,5 @@ StagePlan given_plan(const std::string& text, int num_layers);
 
 /// "4,5,5,4", as given_plan takes it.
 std::string plan_text(const StagePlan& plan);
-
-/// What each stage of a plan costs.
-std::vector<double> stage_costs(const PartCosts& costs, const StagePlan& plan);
 
 }  // namespace moesh::pipeline

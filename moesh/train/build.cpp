@@ -9,9 +9,9 @@
 #include <functional>
 #include <map>
 #include <numeric>
-#include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/param.h"
@@ -22,35 +22,11 @@
 namespace moesh::train {
 namespace {
 
-// The enumerator for a value of an option: a value that the table of options has, and this lacks,
-// is an error, and no other value.
-template <class T>
-T named(const std::string& name, std::initializer_list<std::pair<const char*, T>> all) {
-  for (const auto& [known, value] : all)
-    if (name == known) return value;
-  throw Error(ErrorKind::internal, detail::concat("nothing is built for the value '", name, "'"));
-}
-
 models::Recompute recompute(const Config& config) {
   using enum models::Recompute;
   config::check_option(config, "activation_checkpoint.mode");
-  return named(config.activation_checkpoint.mode,
-               {std::pair{"full", full}, {"selective", selective}, {"none", none}});
-}
-
-optim::LrSchedule schedule(const Config& config) {
-  using Kind = optim::LrScheduleConfig::Curve;
-  config::check_option(config, "lr_scheduler.kind");
-  const auto& s = config.lr_scheduler;
-  const auto kind = named(s.kind, {std::pair{"cosine", Kind::cosine},
-                                   {"linear", Kind::linear},
-                                   {"wsd", Kind::wsd},
-                                   {"constant", Kind::constant}});
-  return optim::LrSchedule({.kind = kind,
-                            .num_steps = config.training.steps,
-                            .warmup_steps = s.warmup_steps,
-                            .decay_ratio = s.decay_ratio,
-                            .min_lr_factor = s.min_lr_factor});
+  const std::string& mode = config.activation_checkpoint.mode;
+  return mode == "full" ? full : mode == "selective" ? selective : none;
 }
 
 // Where the layers of each stage begin and end, of those that a rank of pp has.
@@ -85,25 +61,28 @@ namespace {
 
 // By the name of a parameter, those that its values have in a checkpoint: layers.0.mlp.experts.w1
 // is ..experts.0.gate_proj.weight and so on there.
-using NamesInFiles = std::map<std::string, std::vector<std::string>>;
-NamesInFiles names_in_files(const Config& config) {
-  NamesInFiles names;
-  for (const auto& t : on_disk(config).table(formats::ExpertLayout::per_expert).tensors)
-    for (const auto& source : t.sources)
-      if (!t.is_copy && t.name != source.param) names[source.param].push_back(t.name);
-  return names;
-}
+class NamesInFiles {
+ public:
+  NamesInFiles() = default;
+  explicit NamesInFiles(const Config& config) {
+    for (const auto& t : on_disk(config).table(formats::ExpertLayout::per_expert).tensors)
+      for (const auto& source : t.sources)
+        if (!t.is_copy && t.name != source.param) names_[source.param].push_back(t.name);
+  }
+  const std::vector<std::string>& of(const std::string& param) const {
+    static const std::vector<std::string> none;
+    const auto found = names_.find(param);
+    return found == names_.end() ? none : found->second;
+  }
 
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
-  return parts;
-}
+ private:
+  std::map<std::string, std::vector<std::string>> names_;
+};
 
 // The names between the commas of training.freeze.
 std::vector<std::string> globs_of(const Config& config) {
   std::vector<std::string> globs = split(config.training.freeze, ',');
+  if (globs.back().empty()) globs.pop_back();  // nothing, or a comma at the end
   for (std::string& glob : globs) {
     glob.erase(0, glob.find_first_not_of(' '));
     glob.erase(glob.find_last_not_of(' ') + 1);
@@ -166,7 +145,7 @@ Frozen frozen(const Config& config) {
     return found;
   }
   if (globs.empty()) return found;
-  const NamesInFiles in_files = names_in_files(config);
+  const NamesInFiles in_files(config);
   const OneRankScope scope;  // what a name matches may be on another stage
   const auto model = models::make_model(config.model.architecture, {.device = at::kMeta});
   std::set<std::string> names;
@@ -174,17 +153,15 @@ Frozen frozen(const Config& config) {
   std::vector<bool> is_used(globs.size());
   model->each_param([&](Stored& w, bool) {
     const std::string& name = w.spec.name;
-    const auto other_names = in_files.find(name);
+    const auto& all = in_files.of(name);
     names.insert(name), ++num_tensors;
-    if (other_names != in_files.end())
-      names.insert(other_names->second.begin(), other_names->second.end());
+    names.insert(all.begin(), all.end());
     for (std::size_t i = 0; i < globs.size(); ++i) {
       const auto matches = [&](const std::string& n) {
         return fnmatch(globs[i].c_str(), n.c_str(), 0) == 0;
       };
       bool is_matched = matches(name);
-      if (!is_matched && other_names != in_files.end()) {
-        const auto& all = other_names->second;
+      if (!is_matched) {
         const auto some = std::ranges::find_if(all, matches),
                    other = std::ranges::find_if_not(all, matches);
         MOESH_CHECK(some == all.end() || other == all.end(), ErrorKind::config,
@@ -278,14 +255,12 @@ namespace {
 class GroupOfParam {
  public:
   explicit GroupOfParam(const Config& config) : groups_(param_groups(config)) {
-    if (groups_.size() > 0) in_files_ = names_in_files(config);
+    if (groups_.size() > 0) in_files_ = NamesInFiles(config);
   }
 
   const optim::Groups& groups() const { return groups_; }
   const std::vector<std::string>& in_files(const std::string& param) const {
-    static const std::vector<std::string> none;
-    const auto found = in_files_.find(param);
-    return found == in_files_.end() ? none : found->second;
+    return in_files_.of(param);
   }
   std::optional<std::size_t> find(const std::string& param) const {
     return groups_.find(param, in_files(param));
@@ -331,8 +306,9 @@ Ways ways_of(const optim::RuleKind& kind, const Config& config, const optim::Gro
   Ways ways{{kind.make(values)}};
   for (std::size_t i = 0; i < groups.size(); ++i) {
     optim::RuleValues own = values;
-    if (groups[i].weight_decay) own["weight_decay"] = *groups[i].weight_decay;
-    ways.push_back({groups[i].weight_decay ? kind.make(own) : ways[0].rule, groups[i].lr_scale});
+    const bool is_own = groups[i].weight_decay >= 0;
+    if (is_own) own["weight_decay"] = groups[i].weight_decay;
+    ways.push_back({is_own ? kind.make(own) : ways[0].rule, groups[i].lr_scale});
   }
   return ways;
 }
@@ -371,7 +347,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
     const auto found = group_of.find(w.spec.name);
-    const bool is_asked = found && groups[*found].weight_decay;
+    const bool is_asked = found && groups[*found].weight_decay >= 0;
     params.add(w, decays || is_asked ? optim::Decay::on : optim::Decay::off);
   });
   const optim::RuleKind& kind = optim::find_rule(config.optimizer.name);
@@ -429,7 +405,11 @@ UseGraph use_graph(const Config& config) {
 }
 
 std::function<double(std::int64_t step)> learning_rates(const Config& config) {
-  return [peak = config.optimizer.lr, schedule = schedule(config)](std::int64_t step) {
+  config::check_option(config, "lr_scheduler.kind");
+  optim::LrSchedule schedule = config.lr_scheduler;
+  schedule.num_steps = config.training.steps;
+  schedule.validate();
+  return [peak = config.optimizer.lr, schedule](std::int64_t step) {
     return peak * schedule.factor(step);
   };
 }

@@ -13,7 +13,7 @@
 #include "moesh/formats/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/train/stepper.h"
+#include "moesh/train/step.h"
 
 namespace moesh::train {
 

@@ -5,13 +5,14 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <sstream>
 #include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/text.h"
+#include "moesh/base/timeline.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/comm/observers.h"
@@ -37,14 +38,10 @@ constexpr const char* kOptimizer = "optimizer";  // what the manifest calls them
 constexpr const char* kTokensKey = "tokens";
 constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-std::int64_t whole_number(const std::string& text) {
-  std::int64_t number = 0;
-  std::from_chars(text.data(), text.data() + text.size(), number);
-  return number;
+// 0 where the manifest does not have the key.
+std::int64_t whole_number(const formats::Manifest& manifest, const char* key) {
+  const auto found = manifest.extra.find(key);
+  return found == manifest.extra.end() ? 0 : number_of<std::int64_t>(found->second).value_or(0);
 }
 
 // An error of the disk names the option that chooses the disk.
@@ -431,16 +428,13 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder,
   const auto routers = model_.routers();
   for (std::size_t i = 0; i < routers.size(); ++i)
     routers[i]->set_pending_counts(constant(counts[i]));
-  const auto steps = manifest.extra.find(kOptimizerSteps);
-  MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(),
+  MOESH_CHECK(manifest.extra.contains(kOptimizerSteps), ErrorKind::data, "'", folder.string(),
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
-  optimizer_.set_num_steps(whole_number(steps->second));
-  const auto skipped = manifest.extra.find(checkpoint::kSkippedSteps);
-  const auto tokens = manifest.extra.find(kTokensKey);
+  optimizer_.set_num_steps(whole_number(manifest, kOptimizerSteps));
   return {.step = manifest.step,
           .data_position = manifest.data_position,
-          .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second),
-          .num_tokens = tokens == manifest.extra.end() ? 0 : whole_number(tokens->second)};
+          .num_skipped = whole_number(manifest, checkpoint::kSkippedSteps),
+          .num_tokens = whole_number(manifest, kTokensKey)};
 }
 
 }  // namespace moesh::train

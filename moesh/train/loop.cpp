@@ -27,15 +27,14 @@
 #include "moesh/optim/rules.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/checkpointer.h"
-#include "moesh/train/memory.h"
 #include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/routing.h"
 #include "moesh/train/step.h"
 #include "moesh/train/stop.h"
-#include "moesh/train/timeline/kernels.h"
-#include "moesh/train/timeline/step_trace.h"
+#include "moesh/train/timeline/record.h"
+#include "moesh/train/timeline/trace.h"
 #include "moesh/train/validation.h"
 
 namespace moesh::train {
@@ -47,7 +46,7 @@ using Clock = std::chrono::steady_clock;
 // another.
 bool stop_agreed(comm::Group& world, const Config& config, at::Device device,
                  Clock::time_point start) {
-  const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
+  const double minutes = seconds_since(start) / 60;
   const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
   const bool stops = is_over || stop_signal() != 0;
   if (world.size() == 1) return stops;  // no wait for the device

@@ -4,9 +4,12 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/base/log.h"
 #include "moesh/base/timeline.h"
+#include "moesh/comm/mesh.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/nn/qk_clip.h"
 #include "moesh/spmd/ops.h"
@@ -17,8 +20,12 @@ namespace {
 
 using enum Place;
 
-// Where in UnreadStep::sums.
-enum : std::int64_t { kTokens, kCrossEntropy, kTotal, kFailed, kNumSums };
+// The first of the sums of a step, by which the update goes.
+enum FirstSums : std::int64_t { kTokens, kCrossEntropy, kTotal, kFailed, kNumFirst };
+
+double number_at(const at::Tensor& numbers, std::int64_t i) {
+  return numbers.const_data_ptr<double>()[i];
+}
 
 // Every cp and tp rank has the labels of its dp rank whole.
 at::Tensor count_valid(const std::vector<models::MicroBatch>& batches) {
@@ -64,16 +71,39 @@ struct StepSums {
     for (size_t i = 0; i < result.counts_E.size(); ++i)
       add_to(counts[static_cast<size_t>(result.first_moe_layer) + i], result.counts_E[i]);
   }
-  // All of them in one, with zeros where this rank has none.
+  // All of them in one, with zeros where this rank has none; `parts` gets what they are for.
   nn::TokenSum joined(const models::Model& model, const nn::TokenSum& num_failed,
-                      const at::TensorOptions& options) const {
+                      const StepFloat8Counts* float8, const at::TensorOptions& options,
+                      std::vector<UnreadNumbers::Part>& parts) const {
     const auto or_none = [&](const nn::TokenSum& sum, at::IntArrayRef sizes) {
       return local(sum).defined() ? sum : no_term(sizes, options);
     };
     std::vector<nn::TokenSum> terms{
         stack(std::vector{or_none(losses[0], {}), or_none(losses[1], {}), num_failed})};
-    if (has_auxiliary) terms.push_back(or_none(auxiliary, {models::kNumAuxiliary}));
-    for (const auto& count : counts) terms.push_back(or_none(count, {model.num_experts()}));
+    parts.push_back({kNumFirst, [](StepResult& to, const at::Tensor& sums) {
+                       Gradients& g = to.gradients;
+                       g.num_tokens = static_cast<std::int64_t>(number_at(sums, kTokens));
+                       g.loss = number_at(sums, kCrossEntropy);
+                       g.total_loss = number_at(sums, kTotal);
+                     }});
+    const auto add = [&](const nn::TokenSum& term, auto put) {
+      terms.push_back(term);
+      parts.push_back({local(term).numel(), put});
+    };
+    if (has_auxiliary)
+      add(or_none(auxiliary, {models::kNumAuxiliary}), [](StepResult& to, const at::Tensor& sums) {
+        std::copy_n(sums.const_data_ptr<double>(), models::kNumAuxiliary,
+                    to.gradients.auxiliary.begin());
+      });
+    for (const auto& count : counts)
+      add(or_none(count, {model.num_experts()}), [](StepResult& to, const at::Tensor& sums) {
+        to.gradients.counts_E.push_back(sums.to(at::kLong));
+      });
+    if (float8)
+      add(codes_of(*float8),
+          [sizes = float8->all().sizes().vec()](StepResult& to, const at::Tensor& sums) {
+            to.gradients.float8_counts = sums.to(at::kLong).view(sizes);
+          });
     return cat(terms, 0);
   }
 
@@ -132,14 +162,12 @@ UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch>
     state.finish_sums();
     add_tied_gradients(model, schedule);
   }
-  UnreadStep step{.checks = later.checks()};
-  step.has_auxiliary = sums.has_auxiliary, step.float8_layers = float8_layers;
-  step.num_experts.assign(sums.counts.size(), model.num_experts());
+  UnreadStep step{.sums = {}, .update = {}, .checks = later.checks()};
   // One message for all of it, and one more over the stages.
-  nn::TokenSum mine =
-      sums.joined(model, num_failed(step.checks, num_tokens.options()), num_tokens.options());
-  if (state.float8_counts) mine = cat(std::vector{mine, codes_of(*state.float8_counts)}, 0);
-  step.sums =
+  const nn::TokenSum mine =
+      sums.joined(model, num_failed(step.checks, num_tokens.options()), state.float8_counts.get(),
+                  num_tokens.options(), step.sums.parts);
+  step.sums.values =
       at::cat({num_tokens.reshape({1}), whole(sum_over_stages(all_reduce<kTokenAxes>(mine)))});
   return step;
 }
@@ -150,7 +178,7 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, UnreadStep&
   const InSection section(Section::update);
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const auto norm = optim::grad_norm(optimizer.params());
-  const auto sum = [&](std::int64_t i) { return step.sums.select(0, i); };
+  const auto sum = [&](std::int64_t i) { return step.sums.values.select(0, i); };
   const at::Tensor is_good = whole(norm)
                                  .isfinite()
                                  .logical_and(sum(kTotal).isfinite())
@@ -159,57 +187,48 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, UnreadStep&
   const at::Tensor skip = is_good.logical_not().to(at::kDouble);
   optimizer.update(options.max_norm > 0 ? clip_factor(norm, options.max_norm) : at::ones_like(skip),
                    skip);
-  std::vector<at::Tensor> numbers{whole(norm), skip};
-  step.has_max_logit = options.qk_clip > 0;
-  if (step.has_max_logit)
-    numbers.push_back(nn::clip_logits(model.attentions(), options.qk_clip, skip).to(at::kDouble));
+  std::vector<at::Tensor> numbers;
+  step.update.parts.clear();
+  const auto add = [&](const at::Tensor& number, auto put) {
+    numbers.push_back(number.reshape({-1}));
+    step.update.parts.push_back(
+        {number.numel(), [put](StepResult& to, const at::Tensor& read) { put(to.update, read); }});
+  };
+  add(whole(norm), [](Update& to, const at::Tensor& read) { to.grad_norm = number_at(read, 0); });
+  add(skip, [](Update& to, const at::Tensor& read) { to.skipped = number_at(read, 0) != 0; });
+  if (options.qk_clip > 0)
+    add(nn::clip_logits(model.attentions(), options.qk_clip, skip).to(at::kDouble),
+        [](Update& to, const at::Tensor& read) { to.max_logit = number_at(read, 0); });
   for (auto* router : model.routers()) {
     if (options.bias_coeff != 0)
       router->update_bias(options.bias_coeff, skip);
     else
       router->clear_counts();
   }
-  step.update = at::cat({at::stack(numbers), bias_ranges(model, skip.options())});
+  add(bias_ranges(model, skip.options()), [](Update& to, const at::Tensor& read) {
+    for (std::int64_t i = 0; i < read.numel(); i += 2)
+      to.bias.push_back({.least = number_at(read, i), .largest = number_at(read, i + 1)});
+  });
+  step.update.values = at::cat(numbers);
 }
 
 StepResult read(const UnreadStep& step) {
   // Bits, since the checks have whole numbers of 64.
-  std::vector<at::Tensor> parts{step.sums.view(at::kLong)};
-  if (step.update.defined()) parts.push_back(step.update.view(at::kLong));
-  parts.insert(parts.end(), step.checks.found.begin(), step.checks.found.end());
+  std::vector<at::Tensor> all;
+  for (const UnreadNumbers* numbers : {&step.sums, &step.update})
+    if (numbers->values.defined()) all.push_back(numbers->values.view(at::kLong));
+  all.insert(all.end(), step.checks.found.begin(), step.checks.found.end());
   at::Tensor rest = [&] {
     const InSection section(Section::waiting);
-    return at::cat(parts).cpu();
+    return at::cat(all).cpu();
   }();
-  const auto take = [&](std::int64_t n) {
-    const at::Tensor first = rest.narrow(0, 0, n);
-    rest = rest.narrow(0, n, rest.size(0) - n);
-    return first;
-  };
-  const auto take_numbers = [&](std::int64_t n) { return take(n).view(at::kDouble); };
   StepResult result;
-  Gradients& g = result.gradients;
-  g.on_device = step;
-  const at::Tensor sums = take_numbers(kNumSums);
-  const auto* sum = sums.const_data_ptr<double>();
-  g.num_tokens = static_cast<std::int64_t>(sum[kTokens]);
-  g.loss = sum[kCrossEntropy], g.total_loss = sum[kTotal];
-  if (step.has_auxiliary) {
-    const at::Tensor parts_of_loss = take_numbers(models::kNumAuxiliary);
-    std::copy_n(parts_of_loss.const_data_ptr<double>(), models::kNumAuxiliary, g.auxiliary.begin());
-  }
-  for (const auto n : step.num_experts) g.counts_E.push_back(take_numbers(n).to(at::kLong));
-  if (const auto layers = step.float8_layers; layers > 0)
-    g.float8_counts = take_numbers(layers * 2 * 3 * 3).to(at::kLong).view({layers, 2, 3, 3});
-  if (step.update.defined()) {
-    const at::Tensor update = take_numbers(step.update.numel());
-    const auto* number = update.const_data_ptr<double>();
-    result.update.grad_norm = number[0];
-    result.update.skipped = number[1] != 0;
-    if (step.has_max_logit) result.update.max_logit = number[2];
-    for (std::int64_t i = step.has_max_logit ? 3 : 2; i < update.numel(); i += 2)
-      result.update.bias.push_back({.least = number[i], .largest = number[i + 1]});
-  }
+  result.gradients.on_device = step;
+  for (const UnreadNumbers* numbers : {&step.sums, &step.update})
+    for (const auto& [count, put] : numbers->parts) {
+      put(result, rest.narrow(0, 0, count).view(at::kDouble));
+      rest = rest.narrow(0, count, rest.size(0) - count);
+    }
   step.checks.raise(rest.const_data_ptr<std::int64_t>());
   return result;
 }
@@ -227,14 +246,6 @@ StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread
   }
 }
 
-StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
-                     std::vector<models::MicroBatch> batches, double lr,
-                     const StepOptions& options) {
-  optimizer.begin_step(lr);
-  return finish_step(model, optimizer, start_gradients(model, std::move(batches), options),
-                     options);
-}
-
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
                                const StepOptions& options) {
   return read(start_gradients(model, std::move(batches), options)).gradients;
@@ -248,6 +259,157 @@ Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
   const Update update = read(step).update;
   optimizer.end_step(update.skipped);
   return update;
+}
+
+namespace {
+
+std::vector<std::int64_t> sizes_of(const std::vector<models::MicroBatch>& batches) {
+  std::vector<std::int64_t> sizes;
+  for (const auto& b : batches)
+    for (const auto n : b.input_ids_BL.sizes()) sizes.push_back(n);
+  return sizes;
+}
+
+}  // namespace
+
+Stepper::Stepper(models::Model& model, optim::Optimizer& optimizer, StepOptions options,
+                 UseGraph graph, kernels::Graphs graphs)
+    : model_(model),
+      optimizer_(optimizer),
+      options_(std::move(options)),
+      graph_(graph),
+      graphs_(std::move(graphs)) {
+  if (graph_ == UseGraph::off) return;
+  const std::string reason = refusal();
+  if (reason.empty()) return;
+  const at::Device device = optimizer.params()[0].stored->value.device();
+  if (graph_ == UseGraph::automatic && !device.is_cuda())
+    graph_ = UseGraph::off;  // not set by the user
+  else
+    refuse(reason);
+}
+
+std::string Stepper::refusal() const {
+  const at::Device device = optimizer_.params()[0].stored->value.device();
+  if (std::string reason = graphs_.refuses(device); !reason.empty()) return reason;
+  if (current_mesh().shape().num_ranks() > 1) return "ranks meet on the host in a step";
+  if (options_.forward.probe && options_.probe_waits) return "somebody looks at the forward pass";
+  return "";
+}
+
+void Stepper::refuse(const std::string& reason) {
+  MOESH_CHECK(graph_ != UseGraph::on, ErrorKind::config,
+              "kernels.graph is on, but a step cannot be a CUDA graph: ", reason,
+              "; use auto or off");
+  graph_ = UseGraph::off;
+  recorded_.clear();
+  log_info("steps run without a CUDA graph: ", reason);
+}
+
+void Stepper::record(Recorded& r, const Batches& batches) {
+  r.inputs = batches;
+  for (auto& b : r.inputs)
+    for (at::Tensor* t : b.from_data()) *t = t->clone();
+  // The graph makes codes itself: its update does not.
+  model_.each_param([](Stored& w, bool) { raw::forget_codes(w); });
+  const kernels::Graph* beside = nullptr;
+  for (const auto& [shape, other] : recorded_)
+    if (other.graph) beside = other.graph.get();
+  r.graph = graphs_.record(
+      [&] {
+        r.step = start_gradients(model_, r.inputs, options_);
+        start_update(model_, optimizer_, r.step, options_);
+        optimizer_.zero_grad();  // their memory is the graphs'
+      },
+      beside);
+  ++num_recorded_;
+}
+
+// Null where this step runs without a graph.
+Stepper::Recorded* Stepper::recorded(const Batches& batches) {
+  Shape shape = sizes_of(batches);
+  int& num_eager = num_eager_[shape];
+  if (num_eager < kEagerSteps) {
+    ++num_eager;
+    return nullptr;
+  }
+  for (const auto& b : batches) shape.push_back(b.documents.most);
+  shape.push_back(options_.counts_float8);
+  std::string reason;
+  try {
+    Recorded& r = recorded_[shape];
+    if (!r.graph) record(r, batches);
+    return &r;
+  } catch (const c10::OutOfMemoryError& e) {
+    // With the memory of the other graphs it may do; where it does not, or they come in turn, no
+    // more time is spent on it.
+    if (std::exchange(had_no_memory_, true))
+      reason = e.what_without_backtrace();
+    else
+      log_info("the CUDA graphs of steps are freed, as there is not enough memory for another");
+  } catch (const c10::Error& e) {
+    reason = e.what_without_backtrace();
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::config) throw;
+    reason = e.what();
+  }
+  optimizer_.zero_grad();
+  // The recorded work has not run: a copy that it would have written is still the old one.
+  model_.each_param([](Stored& w, bool) {
+    if (w.copy) w.copy->version = -1;
+    raw::forget_codes(w);
+  });
+  if (reason.empty())
+    release();
+  else
+    refuse(reason);
+  return nullptr;
+}
+
+bool Stepper::release() {
+  for (auto& [sizes, num_eager] : num_eager_)
+    num_eager = std::min(num_eager, kEagerSteps - 1);  // to make again what was let go meanwhile
+  const bool any = recorded_.size() > 0;
+  recorded_.clear();
+  return any;
+}
+
+StepResult Stepper::replay(Recorded& r, Batches& batches, double lr) {
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    const auto held = r.inputs[i].from_data(), given = batches[i].from_data();
+    for (std::size_t t = 0; t < held.size(); ++t) held[t]->copy_(*given[t]);
+  }
+  // The graph reads copies without a look at their versions.
+  model_.each_param([](Stored& w, bool) { raw::current_copy(w); });
+  optimizer_.begin_step(lr);
+  r.graph->replay();
+  optimizer_.note_replayed();
+  ++num_replayed_;
+  StepResult result = read(r.step);
+  optimizer_.end_step(result.update.skipped);
+  return result;
+}
+
+// Nothing has moved before all gradients are there: until then it can begin again.
+StepResult Stepper::take_eagerly(const Batches& batches, double lr) {
+  optimizer_.begin_step(lr);
+  bool is_again = false;
+  UnreadStep step = beside([&] {
+    if (std::exchange(is_again, true)) {
+      optimizer_.zero_grad();
+      for (auto* router : model_.routers()) router->clear_counts();
+    }
+    return start_gradients(model_, batches, options_);
+  });
+  return finish_step(model_, optimizer_, std::move(step), options_);
+}
+
+StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr,
+                               bool counts_float8) {
+  options_.counts_float8 = counts_float8 && options_.float8_layers > 0;
+  if (graph_ != UseGraph::off)
+    if (Recorded* r = recorded(batches)) return replay(*r, batches, lr);
+  return take_eagerly(batches, lr);
 }
 
 }  // namespace moesh::train

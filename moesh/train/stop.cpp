@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -14,6 +13,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/rank_status.h"
 
@@ -189,9 +189,8 @@ void LostRankReport::write(int rank, comm::flight::Recorder& recorder, const std
   if (mesh_shape(config_).num_ranks() == 1) return;
   if (config_.metrics.folder.empty()) return log_warn(why);
   const std::lock_guard lock(writing_);
-  char name[40];
-  std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
-  const auto path = std::filesystem::path(config_.metrics.folder) / name;
+  const auto path =
+      std::filesystem::path(config_.metrics.folder) / formatted("flight-rank-%05d.txt", rank);
   std::ofstream file(path);
   file << comm::flight::text(recorder) << std::flush;
   if (file.good())

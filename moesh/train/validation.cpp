@@ -56,7 +56,7 @@ ValidationLoss mean_of(const std::string& name, const ValidationSum& sum) {
 
 std::vector<ValidationSet> open_validation(const Config& config) {
   std::vector<ValidationSet> sets;
-  for (const config::ValidationSource& source : config.validation.source)
+  for (const data::SourceOptions& source : config.validation.source)
     sets.push_back({source.name.empty() ? source.path : source.name,
                     data::open_dataset(validation_options(config, source))});
   return sets;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -218,17 +217,12 @@ std::string ComparedTensor::describe() const {
     case Verdict::same:
     case Verdict::differs: break;
   }
-  const auto number = [](const char* format, double x) {
-    char text[40];
-    std::snprintf(text, sizeof text, format, x);
-    return std::string(text);
-  };
   std::string text =
       detail::concat(state == Verdict::same ? "same         " : "differs      ", shown, " ", shape,
-                     "  error ", number("%.3g", relative()), "  factor ", number("%.6g", factor));
+                     formatted("  error %.3g  factor %.6g", relative(), factor));
   if (state == Verdict::differs)
-    text += detail::concat("  worst at ", worst_index, ": ", number("%.6g", worst_a), ", not ",
-                           number("%.6g", worst_b));
+    text +=
+        detail::concat("  worst at ", worst_index, formatted(": %.6g, not %.6g", worst_a, worst_b));
   if (const auto cause = diagnosis(); !cause.empty()) text += "\n             " + cause;
   return text;
 }

@@ -1,11 +1,11 @@
 #include "moesh/verify/verify.h"
 
 #include <algorithm>
-#include <charconv>
 #include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/base/text.h"
 #include "moesh/pipeline/schedule.h"
 
 namespace moesh::verify {
@@ -13,13 +13,11 @@ namespace {
 
 // "A<separator>B", two whole numbers, 1 or more.
 std::optional<std::pair<int, int>> two_numbers(const std::string& text, char separator) {
-  int a = 0, b = 0;
-  const char *begin = text.data(), *end = begin + text.size();
-  const auto first = std::from_chars(begin, end, a);
-  if (first.ec != std::errc() || first.ptr == end || *first.ptr != separator) return {};
-  const auto second = std::from_chars(first.ptr + 1, end, b);
-  if (second.ec != std::errc() || second.ptr != end || a < 1 || b < 1) return {};
-  return {{a, b}};
+  const auto parts = split(text, separator);
+  if (parts.size() != 2) return {};
+  const auto a = number_of<int>(parts[0]), b = number_of<int>(parts[1]);
+  if (!a || !b || *a < 1 || *b < 1) return {};
+  return {{*a, *b}};
 }
 
 // The chosen ones, in the order in which they were. (Fisher-Yates, stopped after `count`.)

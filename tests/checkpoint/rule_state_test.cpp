@@ -1,6 +1,7 @@
 // The state that an update rule declares is saved and loaded as declared, also where it has not the
 // shape of the parameter.
 #include "tests/checkpoint/support.h"
+#include "tests/optim/take_step.h"
 
 namespace moesh {
 namespace {
@@ -46,7 +47,7 @@ TEST(RuleState, ComesBackOnAnotherMeshAsItWasDeclared) {
     for (int step = 0; step < 3; ++step) {
       for (const auto& entry : optimizer.params())
         entry.stored->value.mutable_grad() = entry.stored->value.detach() * (step + 1.0);
-      optimizer.step(0.1);
+      optim::take_step(optimizer, 0.1);
     }
     checkpointer.finish({.step = 3});
   });

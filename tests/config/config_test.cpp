@@ -910,10 +910,10 @@ TEST(Config, GroupsOfParametersSayWhatDiffers) {
   ASSERT_EQ(groups.size(), 4u);
   EXPECT_EQ(groups[0].match, "gate");
   EXPECT_EQ(groups[0].lr_scale, 0.5);
-  EXPECT_EQ(groups[0].weight_decay, std::nullopt);
+  EXPECT_EQ(groups[0].weight_decay, -1);
   EXPECT_EQ(groups[1].weight_decay, 0.0);
   EXPECT_EQ(groups[2].weight_decay, 0.5);
-  EXPECT_EQ(groups[3].weight_decay, std::nullopt);
+  EXPECT_EQ(groups[3].weight_decay, -1);
 }
 
 // As Python's keyword arguments come.

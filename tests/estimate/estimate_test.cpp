@@ -15,6 +15,7 @@
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 #include "tests/tier.h"
+#include "tests/train/take_step.h"
 
 namespace moesh::estimate {
 
@@ -319,7 +320,8 @@ TEST(Estimate, LeavesOutMicroBatchesAndRanksThatAddNothing) {
         EXPECT_EQ(e.traffic.at(key).num_bytes, entry.num_bytes) << key.first;
       }
       for (const RankKind& kind : e.kinds)
-        EXPECT_EQ(kind.sent, DryRank(c, kind.rank_of_pp).step(m).moved()) << kind.rank_of_pp;
+        EXPECT_EQ(kind.sent, DryRank(c, kind.most.rank_of_pp).step(m).moved())
+            << kind.most.rank_of_pp;
     }
 }
 
@@ -353,7 +355,7 @@ TEST(Estimate, AStageHoldsItsOwnLayersAlone) {
   std::int64_t sum = 0;
   const Estimate e = estimate(c);
   for (const RankKind& kind : e.kinds)
-    sum += kind.num_parameters * static_cast<std::int64_t>(kind.ranks.size());
+    sum += kind.most.num_stage_parameters * static_cast<std::int64_t>(kind.ranks.size());
   EXPECT_EQ(sum, e.num_parameters);
   EXPECT_LT(e.activations(), e.state.weights);
   const auto states = state_of_ranks(c);

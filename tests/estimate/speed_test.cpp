@@ -1,6 +1,6 @@
 // The formulas of how long kernels and steps take, beside what was measured on an H200.
 
-#include "moesh/estimate/speed.h"
+#include "moesh/estimate/layer_time.h"
 
 #include <gtest/gtest.h>
 

@@ -6,6 +6,7 @@
 #include "moesh/optim/optimizer.h"
 #include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
+#include "tests/optim/take_step.h"
 #include "tests/support.h"
 
 namespace moesh::optim {
@@ -71,7 +72,7 @@ void expect_ways_of_their_own(const MeshShape& shape, MakeRule make) {
     Optimizer a(slow.list(), decaying), b(fast.list(), plain);
     for (int step = 0; step < 3; ++step) {
       for (Model* m : {&grouped, &slow, &fast}) m->set_gradients(step);
-      both.step(0.1), a.step(0.025), b.step(0.1);
+      take_step(both, 0.1), take_step(a, 0.025), take_step(b, 0.1);
     }
     const auto found = grouped.values(), of_w = slow.values(), of_others = fast.values();
     for (const auto& [name, value] : found) {
@@ -101,7 +102,7 @@ TEST(Groups, StayWithoutARate) {
       return Optimizer::RuleChoice{rule, e.stored->spec.name == "norm" ? 0.0 : 1.0};
     });
     model.set_gradients();
-    optimizer.step(0.1);
+    take_step(optimizer, 0.1);
     for (const auto& [name, value] : model.values())
       EXPECT_EQ(at::equal(value, before.at(name)), name == "norm") << name;
   });

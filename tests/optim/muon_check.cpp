@@ -1,4 +1,5 @@
 #include "tests/optim/muon_check.h"
+#include "tests/optim/take_step.h"
 
 #include <ATen/Functions.h>
 
@@ -19,7 +20,7 @@ std::map<std::string, at::Tensor> train(const MuonConfig& config, int num_steps)
       auto& s = p.stored();
       s.value.mutable_grad() = slice(whole_gradient(s.spec, step), s.shard).clone();
     });
-    optimizer.step(kRate);
+    take_step(optimizer, kRate);
   }
   std::map<std::string, at::Tensor> values;
   all.each_param([&](auto& p) { values[p.name()] = local(value(p)).clone(); });

@@ -12,6 +12,7 @@
 #include "moesh/base/error.h"
 #include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
+#include "tests/optim/take_step.h"
 
 namespace moesh::optim {
 namespace {
@@ -32,7 +33,7 @@ std::map<std::string, at::Tensor> train(Model& model, const Make& make, int num_
   const auto optimizer = make(model.list());
   for (int step = 0; step < num_steps; ++step) {
     model.set_gradients(step);
-    optimizer->step(rate(step));
+    take_step(*optimizer, rate(step));
   }
   return model.values();
 }
@@ -142,7 +143,7 @@ void expect_as_torch(const Make& make, const Options& base, at::ScalarType dtype
       mine.stored().value.mutable_grad() = g.clone();
       theirs.mutable_grad() = g.clone();
       static_cast<Options&>(reference.param_groups()[0].options()).lr(rate(step));
-      optimizer->step(rate(step));
+      take_step(*optimizer, rate(step));
       reference.step();
     }
     EXPECT_EQ(mine.stored().value.scalar_type(), dtype);
@@ -172,7 +173,7 @@ TEST(Optimizer, TakesAGradientThatIsNotContiguous) {
     a.set_gradients(), b.set_gradients();
     auto& g = b.w.stored().value.mutable_grad();
     g = g.t().contiguous().t();
-    one.step(0.1), other.step(0.1);
+    take_step(one, 0.1), take_step(other, 0.1);
     EXPECT_TRUE(at::equal(a.w.stored().value.detach(), b.w.stored().value.detach()));
   });
 }
@@ -186,7 +187,7 @@ TEST(Optimizer, LeavesNoGradientAndTheLeafInPlace) {
       for (const auto& entry : optimizer->params())
         places.push_back(entry.stored->value.data_ptr());
       model.set_gradients();
-      optimizer->step(0.1);
+      take_step(*optimizer, 0.1);
       std::size_t i = 0;
       for (const auto& entry : optimizer->params()) {
         EXPECT_FALSE(entry.stored->value.grad().defined()) << entry.stored->spec.name;
@@ -216,7 +217,7 @@ TEST(Optimizer, MovesWhatUseGives) {
       const at::Tensor before = local(value(model.w));
       const at::Tensor x = local(use(model.w));
       (x * x).sum().backward();  // on both storage ranks: d = 2 * 2 * x
-      sgd.step(0.125);
+      take_step(sgd, 0.125);
       EXPECT_TRUE(at::allclose(local(value(model.w)), before * 0.5, 1e-14, 1e-14))
           << mesh.shape().describe();
     }
@@ -231,7 +232,7 @@ TEST(Optimizer, StateIsShapedLikeTheShardAndRestoresTheRun) {
       const auto a = make(first.list()), b = make(second.list());
       for (int step = 0; step < 2; ++step) {
         first.set_gradients(step);
-        a->step(rate(step));
+        take_step(*a, rate(step));
       }
       const auto from = a->state(), to = b->state();
       ASSERT_EQ(from.size(), to.size());
@@ -249,7 +250,7 @@ TEST(Optimizer, StateIsShapedLikeTheShardAndRestoresTheRun) {
         b->params()[i].stored->value.copy_(a->params()[i].stored->value);
       for (int step = 2; step < 4; ++step) {
         second.set_gradients(step);
-        b->step(rate(step));
+        take_step(*b, rate(step));
       }
       const auto values = second.values();
       second.each_param([&](auto& p) {
@@ -297,9 +298,9 @@ TEST(OptimizerErrors, NameTheValueAndTheCure) {
     Model model;
     model.set_gradients();
     Optimizer sgd(model.list(), std::make_shared<Sgd>());
-    EXPECT_EQ(message([&] { sgd.step(-0.1); }),
+    EXPECT_EQ(message([&] { take_step(sgd, -0.1); }),
               "a step with learning rate -0.1; it takes a number from 0 on");
-    EXPECT_EQ(message([&] { sgd.step(nan); }),
+    EXPECT_EQ(message([&] { take_step(sgd, nan); }),
               "a step with learning rate nan; it takes a number from 0 on");
     EXPECT_EQ(message([&] { AdamW({.beta1 = nan}); }),
               "AdamW: beta1 is nan; it takes 0 or more and less than 1, such as 0.9");

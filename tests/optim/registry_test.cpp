@@ -4,6 +4,7 @@
 
 #include "moesh/optim/optimizer.h"
 #include "tests/optim/support.h"
+#include "tests/optim/take_step.h"
 #include "tests/support.h"
 
 namespace moesh::optim {
@@ -18,7 +19,7 @@ void expect_same(const std::string& name, const RuleValues& values,
     Optimizer one(a.list(), find_rule(name).make(values)), other(b.list(), expected);
     for (int step = 0; step < 3; ++step) {
       a.set_gradients(step), b.set_gradients(step);
-      one.step(0.1), other.step(0.1);
+      take_step(one, 0.1), take_step(other, 0.1);
     }
     const auto values_b = b.values();
     for (const auto& [param, value] : a.values())

@@ -8,6 +8,7 @@
 #include "moesh/fsdp/param.h"
 #include "moesh/optim/optimizer.h"
 #include "tests/optim/support.h"
+#include "tests/optim/take_step.h"
 #include "tests/support.h"
 
 namespace moesh::optim {
@@ -74,7 +75,7 @@ Result train(Model& model) {
   Optimizer optimizer(model.list(), matrices_apart());
   for (int step = 0; step < 3; ++step) {
     model.set_gradients(step);
-    optimizer.step(0.1);
+    take_step(optimizer, 0.1);
   }
   Result result{.values = model.values()};
   for (const auto& s : optimizer.state())
@@ -119,7 +120,7 @@ TEST(Optimizer, MovesEachParameterByItsRule) {
     Optimizer all(b.list(), std::make_shared<Sgd>(SgdConfig{.momentum = 0.7}));
     for (int step = 0; step < 2; ++step) {
       a.set_gradients(step), b.set_gradients(step);
-      some.step(0.1), all.step(0.1);
+      take_step(some, 0.1), take_step(all, 0.1);
     }
     const auto one = a.values(), other = b.values();
     for (const char* name : {"norm", "bias", "sink"})

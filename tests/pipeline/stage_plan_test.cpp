@@ -12,6 +12,18 @@ double largest(const std::vector<double>& values) {
   return *std::max_element(values.begin(), values.end());
 }
 
+// What each stage of a plan costs.
+std::vector<double> stage_costs(const PartCosts& costs, const StagePlan& plan) {
+  std::vector<double> all;
+  auto layer = costs.layers.begin();
+  for (const int num : plan) {
+    all.push_back(std::accumulate(layer, layer + num, 0.0));
+    layer += num;
+  }
+  all.back() += costs.head;
+  return all;
+}
+
 // Every way to cut n layers into stages, tried one by one.
 void each_plan(int n, int stages, StagePlan& plan, const std::function<void()>& f) {
   if (stages == 1) {
@@ -32,7 +44,7 @@ TEST(StagePlan, IsTheBestOfAll) {
       PartCosts costs;
       const auto next = [&] { return 1 + (random = random * 1103515245 + 12345) / 65536 % 9; };
       for (int i = 0; i < n; ++i) costs.layers.push_back(next());
-      costs.embedding = next() % 3, costs.head = next();
+      costs.head = next();
       double least = 1e9, least_squares = 1e9;
       const auto squares = [](const std::vector<double>& all) {
         return std::inner_product(all.begin(), all.end(), all.begin(), 0.0);
@@ -52,19 +64,15 @@ TEST(StagePlan, IsTheBestOfAll) {
     }
 }
 
-TEST(StagePlan, CountsEmbeddingAndHead) {
+TEST(StagePlan, CountsTheHead) {
   const PartCosts alike{.layers = std::vector<double>(8, 1.0)};
   EXPECT_EQ(balanced_plan(alike, 4), (StagePlan{2, 2, 2, 2}));
   PartCosts head = alike;
   head.head = 1;
   EXPECT_EQ(balanced_plan(head, 3), (StagePlan{3, 3, 2}));
-  PartCosts embedding = alike;
-  embedding.embedding = 1;
-  EXPECT_EQ(balanced_plan(embedding, 3), (StagePlan{2, 3, 3}));
   // {2, 2, 1} is more even, and its first stage takes 16.
   EXPECT_EQ(balanced_plan({.layers = {7, 9, 6, 6, 8}}, 3), (StagePlan{1, 2, 2}));
   EXPECT_EQ(stage_costs(head, {3, 3, 2}), (std::vector<double>{3, 3, 3}));
-  EXPECT_EQ(stage_costs(embedding, {2, 3, 3}), (std::vector<double>{3, 3, 3}));
 }
 
 // The unit of the costs is nobody's business, and of plans that are as good one is chosen always.

@@ -20,6 +20,7 @@
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 #include "tests/train/device.h"
+#include "tests/train/take_step.h"
 
 namespace moesh::train {
 namespace {

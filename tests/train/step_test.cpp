@@ -18,10 +18,12 @@
 #include "moesh/train/build.h"
 #include "moesh/train/pipeline.h"
 #include "tests/expect_error.h"
+#include "tests/optim/take_step.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
 #include "tests/support.h"
 #include "tests/train/loss_check.h"
+#include "tests/train/take_step.h"
 
 namespace moesh::train {
 namespace {
@@ -108,7 +110,7 @@ TEST(StepAndPrefetch, AnUpdateByAdamWMakesAPrefetchOld) {
           const StepState step;
           prefetch({&w.stored()});
           w.stored().value.mutable_grad() = at::ones_like(w.stored().value.detach());
-          adamw.step(0.5);
+          optim::take_step(adamw, 0.5);
           const double first = local(use(w)).detach().to(at::kFloat)[0].item<double>();
           EXPECT_NEAR(first, 0.5, 0.06) << "not 1, which was prefetched";
         }

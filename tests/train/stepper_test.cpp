@@ -1,6 +1,6 @@
 // When a step is a graph, how many there are, what they share, and what happens without memory.
 
-#include "moesh/train/stepper.h"
+#include "moesh/train/step.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -5,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/verify/verify_all.h"
 #include "tests/checkpoint/support.h"
+#include "tests/train/take_step.h"
 
 namespace moesh::verify {
 namespace {

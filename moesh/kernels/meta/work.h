@@ -1,6 +1,6 @@
 #pragma once
 // What the kernels of an accelerator would have to do in a dry run: FLOPs, and bytes to and from
-// memory, kernel by kernel. How long that takes is for others to say (estimate/speed.h).
+// memory, kernel by kernel. How long that takes is for others to say (estimate/layer_time.h).
 
 #include <ATen/core/Tensor.h>
 

@@ -106,24 +106,36 @@ const visibleRuns = () => runs.filter((r) => r.visible && r.count > 0);
 // Whether there is something to see: a number that is not zero.
 const hasValues = (ys) => Boolean(ys) && ys.some((y) => y);
 
-// One curve of each run, or several where columns are asked for by prefix.
-function ofRuns(...columns) {
-  const series = [];
-  for (const run of visibleRuns()) {
-    columns.forEach(({name, label = '', dash = null, sharp = false}) => {
-      const ys = run.columns[name];
-      if (!hasValues(ys)) return;
-      series.push({
-        label: run.name + (label && ' ' + label),
-        color: run.color,
-        dash,
-        xs: run.x(state.axis),
-        ys: sharp ? ys : smoothed(ys, state.smooth)
-      });
-    });
-  }
-  return series;
+// A curve of a run, with a number for each record; `style` has what is not as usual.
+const lineOf = (run, label, ys, style = {}) => ({
+  label: run.name + label,
+  color: run.color,
+  dash: null,
+  xs: run.x(state.axis),
+  ys: style.sharp ? ys : smoothed(ys, state.smooth),
+  ...style
+});
+
+// One of numbers that few records have: number i of all such curves.
+function sparseLineOf(run, label, ys, i) {
+  const all = run.x(state.axis), has = [...ys.keys()].filter((k) => !Number.isNaN(ys[k]));
+  return lineOf(run, label, ys, {
+    // Its own dash on every run, and its own colour where there is one run.
+    color: runs.length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
+    dash: DASHES[i % DASHES.length],
+    points: has.length <= 200,
+    xs: has.map((k) => all[k]),
+    ys: has.map((k) => ys[k])
+  });
 }
+const DASHES = [[7, 3], [2, 2], [9, 3, 2, 3], [14, 4], [2, 6], [9, 3, 2, 3, 2, 3]];
+
+// A curve of each run, or several.
+const ofRuns = (...columns) => visibleRuns().flatMap(
+    (run) => columns.filter(({name}) => hasValues(run.columns[name]))
+                 .map(
+                     ({name, label = '', ...style}) =>
+                         lineOf(run, label && ' ' + label, run.columns[name], style)));
 
 const chosen = () => runs[state.run];
 function parts(prefix, names) {
@@ -138,37 +150,20 @@ function parts(prefix, names) {
 }
 const suffixes = (prefix) => chosen().names(prefix).map((n) => n.slice(prefix.length));
 
-// A validation set has its own dash on every run, and its own colour where there is one run.
-const DASHES = [[7, 3], [2, 2], [9, 3, 2, 3], [14, 4], [2, 6], [9, 3, 2, 3, 2, 3]];
 function withValidation() {
-  const series = ofRuns({name: 'loss'}), shown = visibleRuns();
   const sets = [...new Set(runs.flatMap((r) => r.names('validation.')))].sort();
-  for (const run of shown)
-    for (const name of run.names('validation.')) {
-      const set = sets.indexOf(name);
-      const xs = [], ys = [], all = run.x(state.axis);
-      run.columns[name].forEach((y, i) => {
-        if (!Number.isNaN(y)) {
-          xs.push(all[i]);
-          ys.push(y);
-        }
-      });
-      series.push({
-        label: `${run.name} on ${name.slice(11)}`,
-        color: runs.length === 1 ? COLORS[(set + 1) % COLORS.length] : run.color,
-        dash: DASHES[set % DASHES.length],
-        points: ys.length <= 200,
-        xs,
-        ys
-      });
-    }
-  return series;
+  const ofSets = visibleRuns().flatMap(
+      (run) => run.names('validation.')
+                   .map(
+                       (name) => sparseLineOf(
+                           run, ` on ${name.slice(11)}`, run.columns[name], sets.indexOf(name))));
+  return [...ofRuns({name: 'loss'}), ...ofSets];
 }
 
 // GiB that a process was expected to hold: the tensors of its ranks, and on the CPU, where all of
 // the process is measured, what it held before there was a model. NaN where that is not known.
-function expectedMemory({estimated_memory: bytes, memory_before_gib: before, ranks, processes,
-                         device}) {
+function expectedMemory(
+    {estimated_memory: bytes, memory_before_gib: before, ranks, processes, device}) {
   const tensors = (bytes ?? NaN) * (ranks / processes) / 2 ** 30;
   return device === 'cpu' ? tensors + (before ?? NaN) : tensors;
 }
@@ -179,16 +174,13 @@ function memoryOn(device) {
   return on.flatMap((run) => {
     const xs = run.x(state.axis), ys = run.columns.memory_gib, held = expectedMemory(run.start);
     if (!hasValues(ys)) return [];
-    const measured = {label: run.name, color: run.color, dash: null, xs, ys};
+    const measured = lineOf(run, '', ys, {sharp: true});
     if (Number.isNaN(held)) return [measured];
     return [
-      measured, {
-        label: run.name + ' as estimated',
-        color: run.color,
-        dash: [3, 3],
-        xs: [xs[0], xs[xs.length - 1]],
-        ys: [held, held]
-      }
+      measured,
+      lineOf(
+          run, ' as estimated', ys,
+          {dash: [3, 3], xs: [xs[0], xs[xs.length - 1]], ys: [held, held]})
     ];
   });
 }
@@ -199,22 +191,7 @@ function meanEntropy() {
     if (!layers.length) return [];
     const least = layers[0].map((_, i) => Math.min(...layers.map((l) => l[i])));
     const mean = layers[0].map((_, i) => layers.reduce((sum, l) => sum + l[i], 0) / layers.length);
-    return [
-      {
-        label: run.name + ' mean of layers',
-        color: run.color,
-        dash: null,
-        xs: run.x(state.axis),
-        ys: smoothed(mean, state.smooth)
-      },
-      {
-        label: run.name + ' least',
-        color: run.color,
-        dash: [3, 3],
-        xs: run.x(state.axis),
-        ys: smoothed(least, state.smooth)
-      }
-    ];
+    return [lineOf(run, ' mean of layers', mean), lineOf(run, ' least', least, {dash: [3, 3]})];
   });
 }
 
@@ -223,101 +200,62 @@ const FLOAT8 = ['experts', 'dense'].flatMap(
 
 // What float8 rounds to 0, of all layers the most: a line for each kind of number. Not every step
 // counts.
-function float8Zeros() {
-  const series = [];
-  for (const run of visibleRuns())
-    for (const [i, what] of FLOAT8.entries()) {
-      const layers = run.names(`float8.${what}.zeros.`).map((n) => run.columns[n]);
-      if (!layers.length) continue;
-      const all = run.x(state.axis), xs = [], ys = [];
-      all.forEach((x, i) => {
-        const shares = layers.map((l) => l[i]).filter((y) => !Number.isNaN(y));
-        if (!shares.length) return;
-        xs.push(x);
-        ys.push(Math.max(...shares));
-      });
-      series.push({
-        label: `${run.name} ${what.replace('.', ' ')}`,
-        color: visibleRuns().length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
-        dash: DASHES[i % DASHES.length],
-        points: ys.length <= 200,
-        xs,
-        ys
-      });
-    }
-  return series;
-}
+const float8Zeros = () => visibleRuns().flatMap((run) => FLOAT8.flatMap((what, i) => {
+  const layers = run.names(`float8.${what}.zeros.`).map((n) => run.columns[n]);
+  if (!layers.length) return [];
+  const most = layers[0].map(
+      (_, k) => layers.reduce(
+          (m, l) =>
+              (Number.isNaN(m) ? l[k] :
+                   l[k] > m    ? l[k] :
+                                 m),
+          NaN));
+  return [sparseLineOf(run, ' ' + what.replace('.', ' '), most, i)];
+}));
 
+const chart = (id, title, unit, series, more = {}) => ({id, title, unit, series, ...more});
 // A chart of one column of the runs.
 const curve = (name, title, unit, more = {}) =>
-    ({id: name, title, unit, series: () => ofRuns({name}), ...more});
+    chart(name, title, unit, () => ofRuns({name, sharp: more.sharp}), more);
+// The parts of one run on top of each other.
+const stack = (id, title, unit, series) =>
+    chart(id, title, unit, series, {stacked: true, single: true});
 
 const CHARTS = [
-  {id: 'loss', title: 'Loss', unit: 'nats per token', series: withValidation, log: true},
-  {
-    id: 'parts',
-    title: 'Auxiliary losses',
-    unit: 'with their weights',
-    log: true,
-    series: () => ofRuns(
-        {name: 'balance_loss', label: 'balance'}, {name: 'z_loss', label: 'z', dash: [2, 3]},
-        {name: 'mtp_loss', label: 'multi-token prediction', dash: [6, 3]})
-  },
+  chart('loss', 'Loss', 'nats per token', withValidation, {log: true}),
+  chart(
+      'parts', 'Auxiliary losses', 'with their weights',
+      () => ofRuns(
+          {name: 'balance_loss', label: 'balance'}, {name: 'z_loss', label: 'z', dash: [2, 3]},
+          {name: 'mtp_loss', label: 'multi-token prediction', dash: [6, 3]}),
+      {log: true}),
   curve('grad_norm', 'Gradient norm', 'before clipping'),
-  {id: 'lr', title: 'Learning rate', unit: '', series: () => ofRuns({name: 'lr', sharp: true})},
-  {
-    id: 'trained',
-    title: 'Tokens trained on',
-    unit: 'share of those that are read',
-    series: () => ofRuns({name: 'trained_share'}).filter((s) => Math.min(...s.ys) < 0.9),
-    zero: true
-  },
+  curve('lr', 'Learning rate', '', {sharp: true}),
+  chart(
+      'trained', 'Tokens trained on', 'share of those that are read',
+      () => ofRuns({name: 'trained_share'}).filter((s) => Math.min(...s.ys) < 0.9), {zero: true}),
   curve('tps', 'Throughput', 'tokens/s of all ranks', {zero: true}),
   curve('tflops', 'Arithmetic', 'TFLOP/s of all ranks', {zero: true}),
   curve('peak_fraction', 'Fraction of the peak', '', {zero: true}),
-  {
-    id: 'memory',
-    title: 'Memory of the process',
-    unit: 'GiB, the most so far',
-    series: () => memoryOn('cpu'),
-    zero: true
-  },
-  {
-    id: 'gpu-memory',
-    title: 'Memory of the GPU',
-    unit: 'GiB of tensors, the most so far',
-    series: () => memoryOn('cuda'),
-    zero: true
-  },
-  {
-    id: 'sections',
-    title: 'Time by section',
-    unit: 'seconds of a step, on rank 0',
-    stacked: true,
-    single: true,
-    series: () => parts('sections.', SECTIONS)
-  },
-  {
-    id: 'sent',
-    title: 'Bytes by axis',
-    unit: 'sent by rank 0 in a step',
-    stacked: true,
-    single: true,
-    series: () => parts('sent.', suffixes('sent.'))
-  },
-  {id: 'entropy', title: 'Entropy of the load', unit: 'nats', series: meanEntropy},
+  chart(
+      'memory', 'Memory of the process', 'GiB, the most so far', () => memoryOn('cpu'),
+      {zero: true}),
+  chart(
+      'gpu-memory', 'Memory of the GPU', 'GiB of tensors, the most so far', () => memoryOn('cuda'),
+      {zero: true}),
+  stack(
+      'sections', 'Time by section', 'seconds of a step, on rank 0',
+      () => parts('sections.', SECTIONS)),
+  stack(
+      'sent', 'Bytes by axis', 'sent by rank 0 in a step', () => parts('sent.', suffixes('sent.'))),
+  chart('entropy', 'Entropy of the load', 'nats', meanEntropy),
   curve('expert_max_over_mean', 'Busiest expert', 'times the mean, worst layer', {id: 'load'}),
   curve('experts_idle', 'Experts without a token', 'of all layers', {id: 'idle', zero: true}),
   curve(
       'bias_range', 'Range of the expert bias', 'largest less least, worst layer',
       {id: 'bias', zero: true}),
-  {
-    id: 'float8',
-    title: 'Made 0 by float8',
-    unit: 'share of the numbers, worst layer',
-    series: float8Zeros,
-    zero: true
-  },
+  chart(
+      'float8', 'Made 0 by float8', 'share of the numbers, worst layer', float8Zeros, {zero: true}),
 ];
 
 function short(x) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdarg>
 #include <cstdlib>
 #include <set>
 
@@ -32,15 +31,6 @@ void clear_progress() {
   progress_on = nullptr;
 }
 
-__attribute__((format(printf, 1, 2))) std::string format(const char* text, ...) {
-  char buffer[256];
-  va_list arguments;
-  va_start(arguments, text);
-  std::vsnprintf(buffer, sizeof buffer, text, arguments);
-  va_end(arguments);
-  return buffer;
-}
-
 struct Field {
   std::string text;
   int color;  // of the terminal
@@ -60,22 +50,15 @@ std::string joined(std::vector<Field> fields, const ConsoleOptions& options) {
   std::string line;
   for (const Field& f : fields) {
     if (!line.empty()) line += "  ";
-    line += options.has_colors ? format("\033[%dm%s\033[0m", f.color, f.text.c_str()) : f.text;
+    line += options.has_colors ? formatted("\033[%dm%s\033[0m", f.color, f.text.c_str()) : f.text;
   }
   return line;
 }
 
 std::string duration(double seconds) {
   const auto s = static_cast<long long>(std::llround(std::min(seconds, 1e12)));
-  if (s >= 86400) return format("%lldd %02lld:%02lld", s / 86400, s / 3600 % 24, s / 60 % 60);
-  return format("%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
-}
-
-std::string bytes_text(double bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  std::size_t i = 0;
-  for (; bytes >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
-  return format("%.*f %s", i == 0 ? 0 : 2, bytes, units[i]);
+  if (s >= 86400) return formatted("%lldd %02lld:%02lld", s / 86400, s / 3600 % 24, s / 60 % 60);
+  return formatted("%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
 }
 
 std::string trained_text(const config::Config& config) {
@@ -118,20 +101,21 @@ void ConsoleSink::finish() {
 std::string ConsoleSink::line_of(const StepRecord& r) const {
   const std::string speed = with_commas(std::llround(r.tokens_per_second()));
   std::vector<Field> fields{
-      {format("step: %4lld", static_cast<long long>(r.step)), 31, 0},
-      {format("loss: %8.5f", r.loss), 32, 1},
-      {format("grad_norm: %7.4f", r.grad_norm), 33, 3},
-      {format("memory: %5.2fGiB", r.memory_gib), 36, 5},
+      {formatted("step: %4lld", static_cast<long long>(r.step)), 31, 0},
+      {formatted("loss: %8.5f", r.loss), 32, 1},
+      {formatted("grad_norm: %7.4f", r.grad_norm), 33, 3},
+      {formatted("memory: %5.2fGiB", r.memory_gib), 36, 5},
       {"tps: " + speed, 34, 2},
-      {r.peak_tflops > 0 ? format("tflops: %.1f (%.1f %%)", r.tflops(), 100 * r.peak_fraction())
-                         : format("tflops: %.3f", r.tflops()),
+      {r.peak_tflops > 0 ? formatted("tflops: %.1f (%.1f %%)", r.tflops(), 100 * r.peak_fraction())
+                         : formatted("tflops: %.3f", r.tflops()),
        36, 6}};
   if (r.trained_share() < kFewTrained)
-    fields.push_back({format("trained: %.0f %%", 100 * r.trained_share()), 32, 4});
+    fields.push_back({formatted("trained: %.0f %%", 100 * r.trained_share()), 32, 4});
   if (!r.experts.entropy.empty()) {
-    fields.push_back({format("load: %.2f", r.experts.max_over_mean), 35, 4});
+    fields.push_back({formatted("load: %.2f", r.experts.max_over_mean), 35, 4});
     if (r.experts.num_idle > 0)
-      fields.push_back({format("idle: %lld", static_cast<long long>(r.experts.num_idle)), 31, 2});
+      fields.push_back(
+          {formatted("idle: %lld", static_cast<long long>(r.experts.num_idle)), 31, 2});
   }
   return joined(std::move(fields), options_);
 }
@@ -144,12 +128,12 @@ std::string ConsoleSink::progress_of(const StepRecord& r) {
   const double done = static_cast<double>(r.step) / static_cast<double>(options_.num_steps);
   constexpr int kBar = 20;
   const auto full = static_cast<std::size_t>(done * kBar);
-  return joined({{format("%lld / %lld", static_cast<long long>(r.step),
-                         static_cast<long long>(options_.num_steps)),
+  return joined({{formatted("%lld / %lld", static_cast<long long>(r.step),
+                            static_cast<long long>(options_.num_steps)),
                   31, 0},
                  {"[" + std::string(full, '#') + std::string(kBar - full, '.') + "]", 0, 5},
-                 {format("%3.0f %%", 100 * done), 0, 4},
-                 {format("loss %.4f", r.loss), 32, 1},
+                 {formatted("%3.0f %%", 100 * done), 0, 4},
+                 {formatted("loss %.4f", r.loss), 32, 1},
                  {"tps " + with_commas(std::llround(r.tokens_per_second())), 34, 3},
                  {"left " + duration(left), 36, 2}},
                 options_);
@@ -223,9 +207,8 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
                      "\n      ", with_commas(config.data.sequence_length), " tokens each, ",
                      with_commas(order.num_per_step() * config.data.sequence_length), " in all\n");
   if (facts.estimated_memory)
-    text += detail::concat(
-        "memory of a rank: ", bytes_text(static_cast<double>(*facts.estimated_memory)),
-        ", as estimated\n");
+    text += detail::concat("memory of a rank: ", size_text(*facts.estimated_memory),
+                           ", as estimated\n");
   text += detail::concat("steps ", facts.first_step + 1, " to ", config.training.steps);
   if (!config.metrics.folder.empty())
     text += detail::concat(", metrics in ", printable(config.metrics.folder));

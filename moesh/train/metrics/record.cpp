@@ -1,6 +1,14 @@
 #include "moesh/train/metrics/record.h"
 
+#include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <sys/resource.h>
+
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <set>
 
 #include "moesh/base/error.h"
 
@@ -51,23 +59,91 @@ std::vector<Float8Share> float8_shares(const at::Tensor& counts) {
   return all;
 }
 
+namespace {
+
+using formats::JsonValue;
+
+template <auto member>
+JsonValue value_of(const StepRecord& r) {
+  return {std::invoke(member, r)};
+}
+
+template <std::size_t part>
+JsonValue auxiliary_of(const StepRecord& r) {
+  return {r.auxiliary[part]};
+}
+
+}  // namespace
+
+const std::vector<MetricNumber>& metric_numbers() {
+  static const std::vector<MetricNumber> all{
+      {"step", value_of<&StepRecord::step>},
+      {"time", value_of<&StepRecord::time>, 13},
+      {"loss", value_of<&StepRecord::loss>},
+      {"total_loss", value_of<&StepRecord::total_loss>},
+      {"grad_norm", value_of<&StepRecord::grad_norm>},
+      {"lr", value_of<&StepRecord::lr>, 9},
+      {"seconds", value_of<&StepRecord::seconds>, 6},
+      {"tps", value_of<&StepRecord::tokens_per_second>, 6},
+      {"tflops", value_of<&StepRecord::tflops>, 6},
+      {"memory_gib", value_of<&StepRecord::memory_gib>, 4},
+      {"expert_max_over_mean",
+       [](const StepRecord& r) { return JsonValue{r.experts.max_over_mean}; }, 6},
+      {"experts_idle", [](const StepRecord& r) { return JsonValue{r.experts.num_idle}; }},
+      {"tokens", value_of<&StepRecord::num_tokens>},
+      {"tokens_total", value_of<&StepRecord::num_tokens_all>},
+      {"trained_share", value_of<&StepRecord::trained_share>, 6},
+      {"skipped", value_of<&StepRecord::skipped>},
+      {kAuxiliaryNames[0], auxiliary_of<0>, 0, true},
+      {kAuxiliaryNames[1], auxiliary_of<1>, 0, true},
+      {kAuxiliaryNames[2], auxiliary_of<2>, 0, true},
+      {"max_logit",
+       [](const StepRecord& r) {
+         return r.max_logit ? JsonValue{*r.max_logit} : JsonValue{nullptr};
+       }},
+      {"peak_fraction",
+       [](const StepRecord& r) {
+         return r.peak_tflops > 0 ? JsonValue{r.peak_fraction()} : JsonValue{nullptr};
+       },
+       5}};
+  return all;
+}
+
+const MetricNumber& metric_number(std::string_view name) {
+  const auto& all = metric_numbers();
+  const auto found = std::ranges::find_if(all, [&](const auto& m) { return m.name == name; });
+  MOESH_CHECK(found != all.end(), "no number of the metrics is called ", name);
+  return *found;
+}
+
+std::optional<double> MetricNumber::found_in(const StepRecord& record) const {
+  const JsonValue value = of(record);
+  if (value.is_null()) return std::nullopt;
+  const auto* flag = std::get_if<bool>(&value.value);
+  const double number = flag ? (*flag ? 1 : 0) : value.as_number(name);
+  return is_left_out_at_zero && number == 0 ? std::nullopt : std::optional(number);
+}
+
 Scalars scalars_of(const StepRecord& r) {
-  Scalars all{{"loss_metrics/global_avg_loss", r.loss},
-              {"loss_metrics/total_loss", r.total_loss},
-              {"grad_norm", r.grad_norm},
-              {"lr", r.lr},
-              {"n_tokens_seen", static_cast<double>(r.num_tokens_all)},
-              {"throughput(tps)", r.tokens_per_second()},
-              {"tflops", r.tflops()},
-              {"memory/max_active(GiB)", r.memory_gib},
-              {"time_metrics/end_to_end(s)", r.seconds},
-              {"time_metrics/data_loading(s)", r.sections[Section::data]},
-              {"time_metrics/data_loading(%)", 100 * r.sections[Section::data] / r.seconds}};
-  if (r.max_logit) all.emplace_back("max_logit", *r.max_logit);
-  if (r.peak_tflops > 0) all.emplace_back("mfu(%)", 100 * r.peak_fraction());
-  for (std::size_t i = 0; i < r.auxiliary.size(); ++i)
-    if (r.auxiliary[i] != 0)
-      all.emplace_back(std::string("loss_metrics/") + kAuxiliaryNames[i], r.auxiliary[i]);
+  Scalars all;
+  const auto add = [&](const std::string& tag, const char* name, double factor = 1) {
+    if (const auto number = metric_number(name).found_in(r))
+      all.emplace_back(tag, factor * *number);
+  };
+  add("loss_metrics/global_avg_loss", "loss");
+  add("loss_metrics/total_loss", "total_loss");
+  add("grad_norm", "grad_norm");
+  add("lr", "lr");
+  add("n_tokens_seen", "tokens_total");
+  add("throughput(tps)", "tps");
+  add("tflops", "tflops");
+  add("memory/max_active(GiB)", "memory_gib");
+  add("time_metrics/end_to_end(s)", "seconds");
+  all.emplace_back("time_metrics/data_loading(s)", r.sections[Section::data]);
+  all.emplace_back("time_metrics/data_loading(%)", 100 * r.sections[Section::data] / r.seconds);
+  add("max_logit", "max_logit");
+  add("mfu(%)", "peak_fraction", 100);
+  for (const char* name : kAuxiliaryNames) add(std::string("loss_metrics/") + name, name);
   for (std::size_t i = 0; i < kNumSections; ++i) {
     const auto section = static_cast<Section>(i);
     if (section != Section::data)
@@ -76,8 +152,8 @@ Scalars scalars_of(const StepRecord& r) {
   }
   for (const auto& [axes, bytes] : r.sent)
     all.emplace_back("sent/" + axes + "(bytes)", static_cast<double>(bytes));
-  all.emplace_back("experts/max_over_mean", r.experts.max_over_mean);
-  all.emplace_back("experts/idle", static_cast<double>(r.experts.num_idle));
+  add("experts/max_over_mean", "expert_max_over_mean");
+  add("experts/idle", "experts_idle");
   for (std::size_t l = 0; l < r.experts.entropy.size(); ++l)
     all.emplace_back("experts/entropy/layer_" + std::to_string(l), r.experts.entropy[l]);
   for (std::size_t l = 0; l < r.bias.size(); ++l)
@@ -90,7 +166,7 @@ Scalars scalars_of(const StepRecord& r) {
           all.emplace_back(
               detail::concat("float8/", f.products, "/", f.numbers, "/", name, "/layer_", l),
               (*shares)[l]);
-  all.emplace_back("skipped", r.skipped ? 1 : 0);
+  add("skipped", "skipped");
   for (const ValidationLoss& v : r.validation) {
     all.emplace_back("validation_metrics/loss/" + v.name, v.loss);
     for (std::size_t k = 0; k < v.mtp.size(); ++k) {
@@ -126,6 +202,68 @@ std::vector<std::string> CollapseWatch::observe(const std::vector<at::Tensor>& c
     layer.is_told = has_collapsed;
   }
   return warnings;
+}
+
+namespace {
+c10::DeviceAllocator* allocator_of(const std::string& device) {
+  return device == "cuda"
+             ? dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA))
+             : nullptr;
+}
+}  // namespace
+
+void reset_peak_memory(const std::string& device) {
+  if (auto* allocator = allocator_of(device)) allocator->resetPeakStats(0);
+}
+
+double peak_memory_gib(const std::string& device) {
+  constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
+  if (auto* allocator = allocator_of(device))
+    return static_cast<double>(allocator->getDeviceStats(0).allocated_bytes[0].peak) / kGiB;
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) * 1024.0 / kGiB;
+}
+
+namespace {
+
+// The text after "KEY:" in the first such line of a file of /proc.
+std::string value_in(const std::filesystem::path& file, const std::string& key) {
+  std::ifstream lines(file);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with(key)) continue;
+    const auto colon = line.find(':');
+    const auto begin = line.find_first_not_of(" \t", colon + 1);
+    if (colon != std::string::npos && begin != std::string::npos) return line.substr(begin);
+  }
+  return "";
+}
+
+struct Peak {
+  const char* name;  // part of what the driver says
+  double tflops;
+};
+// The longer names first: the first that fits counts.
+constexpr Peak kPeaks[] = {{"GB200", 2500},    {"B200", 2250}, {"B100", 1750},
+                           {"H200 NVL", 836},  {"H200", 989},  {"H100 NVL", 836},
+                           {"H100 PCIe", 756}, {"H100", 989},  {"A100", 312},
+                           {"L40S", 362},      {"L4", 121}};
+
+}  // namespace
+
+std::string device_name(const std::string& device) {
+  if (device == "cpu") return value_in("/proc/cpuinfo", "model name");
+  std::set<std::string> names;
+  std::error_code none;
+  for (const auto& gpu : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", none))
+    names.insert(value_in(gpu.path() / "information", "Model"));
+  return names.size() == 1 ? *names.begin() : "";
+}
+
+double peak_tflops(const std::string& device_name) {
+  for (const Peak& peak : kPeaks)
+    if (device_name.find(peak.name) != std::string::npos) return peak.tflops;
+  return 0;
 }
 
 }  // namespace moesh::train

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "moesh/base/timeline.h"
+#include "moesh/formats/json.h"
 #include "moesh/train/step.h"
 
 namespace moesh::train {
@@ -90,6 +91,20 @@ struct StepRecord {
 constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"balance_loss", "z_loss",
                                                                 "mtp_loss"};
 
+/// A number of every record. metrics.jsonl has all of them, in this order, and metrics.csv and
+/// TensorBoard those that they list by their names.
+struct MetricNumber {
+  const char* name;
+  formats::JsonValue (*of)(const StepRecord& record);  // null: this record has none
+  int num_digits = 0;  // that can mean something; 0: all, since runs on two meshes are compared
+  bool is_left_out_at_zero = false;  // but in metrics.csv
+
+  /// The number, unless the record has none, or it is left out.
+  std::optional<double> found_in(const StepRecord& record) const;
+};
+const std::vector<MetricNumber>& metric_numbers();
+const MetricNumber& metric_number(std::string_view name);
+
 // A record as named numbers, for sinks that know nothing else.
 
 using Scalars = std::vector<std::pair<std::string, double>>;
@@ -116,5 +131,23 @@ class CollapseWatch {
   };
   std::vector<Layer> layers_;
 };
+
+// What the process, or its device, has in use, and can do.
+
+/// The most memory that was in use so far, in GiB: the CUDA allocator's on cuda, else the process's
+/// resident set.
+double peak_memory_gib(const std::string& device);
+/// "So far" begins anew, on cuda.
+void reset_peak_memory(const std::string& device);
+
+// The kind of a device, and its peak speed.
+
+/// "NVIDIA H200", as the driver calls the GPUs of this machine where they are all the same; ""
+/// if not, or if it is unknown. "cpu": the name of the processor.
+std::string device_name(const std::string& device);
+
+/// The peak of bfloat16 products without sparsity on one such GPU, in TFLOP/s, as its maker gives
+/// it; 0 where moesh does not know it.
+double peak_tflops(const std::string& device_name);
 
 }  // namespace moesh::train

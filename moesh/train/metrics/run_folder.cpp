@@ -5,13 +5,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <thread>
 #include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/comm/launch.h"
@@ -19,7 +19,7 @@
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
-#include "moesh/train/memory.h"
+#include "moesh/train/metrics/record.h"
 
 namespace moesh::train {
 
@@ -108,10 +108,6 @@ AppendFile open_alone(const path& file, const path& folder) {
   }
 }
 
-void move(const path& from, const path& to) {
-  if (formats::file_system().rename(from, to) != 0) formats::fail_at(from, "move", errno);
-}
-
 bool belongs_to_run(const std::string& name) {
   return name == "metrics.csv" || name == "tensorboard" || name == "config.toml" ||
          name == "starts.jsonl" || name == "replaced.jsonl" ||
@@ -123,15 +119,12 @@ bool belongs_to_run(const std::string& name) {
 // here, the next start goes on with the same folder.
 void set_aside(const path& folder) {
   path target;
-  for (int number = 1; target.empty() || formats::exists(target / kMetrics); ++number) {
-    char name[16];
-    std::snprintf(name, sizeof name, "%04d", number);
-    target = folder / "earlier" / name;
-  }
+  for (int number = 1; target.empty() || formats::exists(target / kMetrics); ++number)
+    target = folder / "earlier" / formatted("%04d", number);
   checkpoint::make_folders(target);
   for (const std::string& name : formats::names_in(folder))
-    if (belongs_to_run(name)) move(folder / name, target / name);
-  move(folder / kMetrics, target / kMetrics);
+    if (belongs_to_run(name)) move_file(folder / name, target / name);
+  move_file(folder / kMetrics, target / kMetrics);
 }
 
 // The lines that are not in `kept`, which is `before` without them.
@@ -165,6 +158,17 @@ JsonValue mesh_of(const MeshShape& shape) {
 
 }  // namespace
 
+void move_file(const path& from, const path& to) {
+  if (formats::file_system().rename(from, to) != 0) formats::fail_at(from, "move", errno);
+}
+
+void replace_file(const path& file, const std::string& text) {
+  const path beside = path(file).concat(".new");
+  formats::file_system().remove(beside);
+  checkpoint::write_file(beside, text);
+  move_file(beside, file);
+}
+
 AppendFile open_run_folder(const path& folder, std::int64_t first_step) {
   try {
     checkpoint::make_folders(folder);
@@ -187,7 +191,7 @@ AppendFile open_run_folder(const path& folder, std::int64_t first_step) {
     checkpoint::write_file(beside, kept);
     // The new one is held before it has the name, and the old one until then.
     AppendFile anew = open_alone(beside, folder);
-    move(beside, file);
+    move_file(beside, file);
     return anew;
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::config) throw;
@@ -225,10 +229,7 @@ void describe_start(const config::Config& config, const RunFacts& facts) {
   if (facts.memory_before_gib)
     start.emplace_back("memory_before_gib", JsonValue{*facts.memory_before_gib});
   start.emplace_back("config", JsonValue{text});
-  const path beside = folder / "config.toml.new";
-  formats::file_system().remove(beside);
-  checkpoint::write_file(beside, text);
-  move(beside, folder / "config.toml");
+  replace_file(folder / "config.toml", text);
   AppendFile(folder / "starts.jsonl").write(formats::to_json_line({std::move(start)}), 0);
 }
 

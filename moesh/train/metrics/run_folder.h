@@ -71,6 +71,10 @@ struct RunFacts {
   std::optional<double> memory_before_gib = {};
 };
 
+void move_file(const std::filesystem::path& from, const std::filesystem::path& to);
+/// Gives a file another text: at every moment it has the old one or all of the new one.
+void replace_file(const std::filesystem::path& file, const std::string& text);
+
 /// metrics.jsonl of the folder, for lines at its end and for no other run: throws Error (config)
 /// where one is writing there, and Error (storage) if writing is impossible. A run that goes on
 /// from a checkpoint keeps the lines of the first `first_step` steps. One that begins finds the

@@ -9,8 +9,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/file.h"
-#include "moesh/train/metrics/event_file.h"
-#include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/sink.h"
 
 namespace moesh::train::event_file {

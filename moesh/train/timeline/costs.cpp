@@ -1,7 +1,6 @@
 #include "moesh/train/timeline/costs.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <string_view>
 #include <tuple>
@@ -237,33 +236,26 @@ TraceCosts costs_of(const std::vector<RankRecord>& records,
 }
 
 std::string describe(const TraceCosts& costs, std::size_t num) {
-  char line[200];
-  std::snprintf(line, sizeof line,
-                "what costs most, of the %.2f ms of a step on the %s (mean of %s",
+  std::string text =
+      formatted("what costs most, of the %.2f ms of a step on the %s (mean of %s, all ranks):\n",
                 costs.step_nanoseconds / 1e6, costs.of_device ? "device" : "host",
                 counted(costs.num_steps, "step").c_str());
-  std::string text = std::string(line) + ", all ranks):\n";
   for (std::size_t i = 0; i < std::min(num, costs.costs.size()); ++i) {
     const Cost& c = costs.costs[i];
-    std::snprintf(line, sizeof line, "  %8.2f ms %5.1f %%  ", c.nanoseconds / 1e6,
-                  100 * c.nanoseconds / costs.step_nanoseconds);
-    text += line + shortened(c.what) + "\n";
+    text += formatted("  %8.2f ms %5.1f %%  ", c.nanoseconds / 1e6,
+                      100 * c.nanoseconds / costs.step_nanoseconds) +
+            shortened(c.what) + "\n";
   }
-  if (costs.together_nanoseconds > 0) {
-    std::snprintf(line, sizeof line,
-                  "  (in %.2f ms of it several kernels of a rank ran at once, and have equal parts "
-                  "of that time)\n",
-                  costs.together_nanoseconds / 1e6);
-    text += line;
-  }
-  if (costs.num_counts > 0) {
-    std::snprintf(
-        line, sizeof line,
+  if (costs.together_nanoseconds > 0)
+    text += formatted(
+        "  (in %.2f ms of it several kernels of a rank ran at once, and have equal parts "
+        "of that time)\n",
+        costs.together_nanoseconds / 1e6);
+  if (costs.num_counts > 0)
+    text += formatted(
         "  (for %.2f ms of it the device had nothing to do after the host had read counts "
         "of rows, %.0f times)\n",
         costs.after_counts_nanoseconds / 1e6, costs.num_counts);
-    text += line;
-  }
   return text;
 }
 

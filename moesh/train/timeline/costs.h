@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "moesh/train/timeline/gather.h"
+#include "moesh/train/timeline/record.h"
 
 namespace moesh::train {
 

@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/event_file.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "moesh/train/timeline/kernels.h"
+#include "moesh/train/timeline/record.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

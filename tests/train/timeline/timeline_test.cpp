@@ -17,9 +17,8 @@
 #include "moesh/base/turns.h"
 #include "moesh/comm/launch.h"
 #include "moesh/train/timeline/costs.h"
-#include "moesh/train/timeline/gather.h"
-#include "moesh/train/timeline/kernels.h"
-#include "moesh/train/timeline/trace_file.h"
+#include "moesh/train/timeline/record.h"
+#include "moesh/train/timeline/trace.h"
 #include "tests/support.h"
 
 namespace moesh::train {
