@@ -158,10 +158,12 @@ std::string_view normalized(std::string_view text, bool compose, std::string& bu
     keep(origins, place(copied), place(begin));
     const std::size_t before = buffer.size();
     normalization.add(code_points({begin, next}), compose, buffer);
-    if (std::string_view(buffer).substr(before) == std::string_view(begin, next))
-      keep(origins, place(begin), place(next));
-    else
-      replace(origins, place(begin), place(next), buffer.size() - before);
+    // What a piece begins with may stay as it is: a newline, where marks behind it change.
+    const char* same =
+        std::mismatch(begin, next, buffer.data() + before, buffer.data() + buffer.size()).first;
+    keep(origins, place(begin), place(same));
+    replace(origins, place(same), place(next),
+            buffer.size() - before - (place(same) - place(begin)));
     copied = begin = at = next;
   }
   if (!changed) return text;
