@@ -40,11 +40,10 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
   interruption_point();
   const auto& c = plan.config;
   const std::string name = "model.layers." + std::to_string(layer);
-  attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device,
-                                plan.norm_weight);
+  attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o, plan.norm_weight);
   attention_ = plan.attention(layer, name + "." + plan.attention_name(layer), o);
-  ffn_norm_ = nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device,
-                          plan.norm_weight);
+  ffn_norm_ =
+      nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o, plan.norm_weight);
   if (!plan.is_moe(layer)) {
     mlp_.emplace(name + "." + plan.mlp_name, c.dim, plan.ffn, o);
     return;
@@ -59,10 +58,7 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
         *m.score_before_experts ? kernels::ScoreSide::before : kernels::ScoreSide::after;
   config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
   config.dispatcher = m.dispatcher;
-  config.dtype = o.dtype, config.device = o.device, config.init = o.init,
-  config.bias_init = o.bias_init, config.lora = o.lora, config.float8 = o.float8;
-  config.experts.float8_tile = o.float8.experts;
-  moe_.emplace(config);
+  moe_.emplace(config, o);
 }
 
 template <bool Sp>
@@ -148,8 +144,7 @@ MtpLayer::MtpLayer(const DecoderPlan& plan, std::int64_t layer, const ModelOptio
     : block_(plan, layer, m, without_lora(given)) {
   const nn::ModuleOptions o = without_lora(given);
   const auto norm = [&](const char* name) {
-    return nn::RmsNorm(name_of(layer) + name, plan.config.dim, plan.config.norm_eps, o.dtype,
-                       o.device);
+    return nn::RmsNorm(name_of(layer) + name, plan.config.dim, plan.config.norm_eps, o);
   };
   ahead_norm_ = norm(".enorm"), read_norm_ = norm(".hnorm"), norm_ = norm(".shared_head.norm");
   join_ = nn::uncut(name_of(layer) + ".eh_proj", plan.config.dim, 2 * plan.config.dim, o);

@@ -61,8 +61,7 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
   if (ends_with_embedding && !is_first_ && first) embedding_ = first->embedding_;
   if (!embedding_ && (is_first_ || ends_with_embedding)) {
     has_own_embedding_ = true;
-    embedding_ = std::make_shared<nn::Embedding>("model.embed_tokens", c.vocab, c.dim, o.dtype,
-                                                 o.device, o.init);
+    embedding_ = std::make_shared<nn::Embedding>("model.embed_tokens", c.vocab, c.dim, o);
     embedding_->weight().stored().is_of_other_stage = !is_first_;
     freeze(embedding_->weight().stored());
   }
@@ -72,7 +71,7 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
     blocks_.back()->each_param(freeze);
   }
   if (is_last) {
-    norm_.emplace("model.norm", c.dim, c.norm_eps, o.dtype, o.device, plan.norm_weight);
+    norm_.emplace("model.norm", c.dim, c.norm_eps, o, plan.norm_weight);
     norm_->each_param([&](auto& w) { freeze(w.stored()); });
     if (!c.tie_embeddings) {
       head_ = nn::Cut(o.spec("lm_head.weight", {c.vocab, c.dim}, {{tp, 0}}), o.init);

@@ -98,9 +98,7 @@ void RoutedExpertsConfig::validate() const {
               "; every rank of ep holds the same number of experts");
 }
 
-Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-                 at::Device device, const Init& init, const std::optional<Init>& bias_init,
-                 const LoraOf& lora)
+Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, const ModuleOptions& o)
     : config_(config) {
   config.validate();
   const auto& mesh = current_mesh();
@@ -108,45 +106,40 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
   // FSDP shards the experts themselves, or, where there are fewer of them than ranks, what is
   // inside.
   const bool shards_inside = mesh.size(efsdp) * mesh.size(ep) > experts;
-  const auto spec = [&](const std::string& part, std::vector<std::int64_t> shape,
-                        std::vector<std::pair<Axes, std::int64_t>> cuts, std::int64_t inside = 1) {
-    const bool is_matrix = shape.size() == 3;
-    return ParamSpec{.name = name + "." + part,
-                     .shape = std::move(shape),
-                     .cuts = std::move(cuts),
-                     .storage_dim = shards_inside ? inside : 0,
-                     .dtype = wide_dtype(dtype),
-                     .compute = dtype,
-                     .device = device,
-                     .is_matrix = is_matrix};
+  const auto spec = [&](const std::string& part, std::vector<std::int64_t> shape, Cuts cuts,
+                        std::int64_t inside = 1) {
+    ParamSpec s = o.spec(name + "." + part, std::move(shape), std::move(cuts));
+    s.storage_dim = shards_inside ? inside : 0;
+    s.is_matrix = s.shape.size() == 3;
+    return s;
   };
   const auto weight = [&](const std::string& part, std::vector<std::int64_t> shape,
                           std::int64_t cut) {
     ParamSpec s = spec(part, std::move(shape), {{ep, 0}, {etp, cut}});
-    s.float8_tile = config.float8_tile;
-    return Weight(s, init);
+    s.float8_tile = o.float8.experts;
+    return Weight(s, o.init);
   };
   w1_ = weight("w1", {experts, ffn, dim}, 1);
   w3_ = weight("w3", {experts, ffn, dim}, 1);
   w2_ = weight("w2", {experts, dim, ffn}, 2);
-  if (const auto l = lora(name + ".gate_up_proj"))
+  if (const auto l = o.lora(name + ".gate_up_proj"))
     gate_up_lora_ = {.scale = l->scale,
                      .a = Whole(spec("gate_up_proj" + std::string(kLoraA), {experts, l->rank, dim},
                                      {{ep, 0}}, 2),
-                                init_of_a(dim, init)),
+                                init_of_a(dim, o.init)),
                      .b = Weight(spec("gate_up_proj" + std::string(kLoraB),
                                       {experts, 2, ffn, l->rank}, {{ep, 0}, {etp, 2}}, 2),
-                                 init_of_b(*l, init))};
-  if (const auto l = lora(name + ".down_proj"))
+                                 init_of_b(*l, o.init))};
+  if (const auto l = o.lora(name + ".down_proj"))
     down_lora_ = {
         .scale = l->scale,
         .a = Weight(spec("down_proj" + std::string(kLoraA), {experts, l->rank, ffn},
                          {{ep, 0}, {etp, 2}}, 2),
-                    init_of_a(ffn, init)),
+                    init_of_a(ffn, o.init)),
         .b = Whole(spec("down_proj" + std::string(kLoraB), {experts, dim, l->rank}, {{ep, 0}}),
-                   init_of_b(*l, init))};
+                   init_of_b(*l, o.init))};
   if (!config.biases) return;
-  const Init of_biases = bias_init.value_or(init);
+  const Init of_biases = o.bias_init.value_or(o.init);
   b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
   b3_.emplace(spec("b3", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
   b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), of_biases);
@@ -157,11 +150,11 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
                   const at::Tensor& token_R, const at::Tensor& inverse) const {
   ExpertsCall call{.config = {.activation = config_.activation,
                               .scores = config_.scores,
-                              .float8_tile = config_.float8_tile},
+                              .float8_tile = w1_.stored().spec.float8_tile},
                    .ends_e = ends_e,
                    .token_R = token_R,
                    .inverse = inverse};
-  if (config_.float8_tile > 0) {
+  if (call.config.float8_tile > 0) {
     kernels::Float8Counts& counts = call.config.float8_counts = float8_counts(w1_.stored());
     counts.has_gradients = counts.has_inputs;  // those of y are whole where x is
   }

@@ -7,7 +7,7 @@
 #include "moesh/fsdp/param.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/rows.h"
-#include "moesh/nn/lora.h"
+#include "moesh/nn/linear.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
@@ -70,7 +70,6 @@ struct RoutedExpertsConfig {
   kernels::Activation activation = kernels::Activation::swiglu;
   kernels::ScoreSide scores = kernels::ScoreSide::after;
   bool biases = false;
-  std::int64_t float8_tile = 0;  // of products in float8 (kernels/float8.h); 0: none are
 
   void validate() const;
 };
@@ -80,10 +79,7 @@ class Experts {
   using Weight = Param<Sparse{Place::I, Place::E, Place::F}>;  // own features on etp
   using Whole = Param<Sparse{Place::I, Place::E, Place::I}>;   // the same on every etp rank
 
-  /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
-  Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-          at::Device device, const Init& init, const std::optional<Init>& bias_init = {},
-          const LoraOf& lora = no_lora);
+  Experts(const RoutedExpertsConfig& config, const std::string& name, const ModuleOptions& o);
 
   /// Rows that arrived for this rank's experts, in the order of arrival -> their outputs in the
   /// same order, a partial sum over etp. `order` sorts them by expert.

@@ -41,30 +41,20 @@ void MoeConfig::validate() const {
               experts.num_experts);
   MOESH_CHECK(shared_ffn >= 0, ErrorKind::config, name, ": shared_ffn is ", shared_ffn,
               "; use 0 (no shared experts) or a width");
-  MOESH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16,
-              ErrorKind::config, name, ": dtype ", dtype,
-              " is not one of float64, float32, bfloat16");
 }
 
-Moe::Moe(const MoeConfig& config)
-    : dispatch_((config.validate(),
-                 make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
-                                       config.router.shape(), transport_of(config.device)),
-                               current_mesh().shape(), config.router.shape()))),
-      codec_(config.float8.rows > 0 ? std::make_shared<Float8Codec>(config.float8.rows) : nullptr),
-      router_(config.router, config.name + "." + config.router_name, config.experts.dim,
-              config.dtype, config.device, config.init),
-      experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init,
-               config.bias_init, config.lora) {
+Moe::Moe(const MoeConfig& config, const ModuleOptions& o)
+    : dispatch_(
+          (config.validate(), make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
+                                                    config.router.shape(), transport_of(o.device)),
+                                            current_mesh().shape(), config.router.shape()))),
+      codec_(o.float8.rows > 0 ? std::make_shared<Float8Codec>(o.float8.rows) : nullptr),
+      router_(config.router, config.name + "." + config.router_name, config.experts.dim, o),
+      experts_(config.experts, config.name + ".experts", o) {
   if (config.shared_ffn > 0)
     shared_.emplace(config.name + "." + config.shared_name,
                     config.shared_gate.empty() ? "" : config.name + "." + config.shared_gate,
-                    config.experts.dim, config.shared_ffn,
-                    ModuleOptions{.dtype = config.dtype,
-                                  .device = config.device,
-                                  .init = config.init,
-                                  .lora = config.lora,
-                                  .float8 = config.float8});
+                    config.experts.dim, config.shared_ffn, o);
 }
 
 template <bool Sp>

@@ -22,19 +22,13 @@ struct MoeConfig {
   std::string shared_gate =
       "";  // name of their gate, after that of the layer; empty: they have none
   Dispatcher dispatcher = Dispatcher::automatic;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;
-  Init init{.kind = Init::Distribution::normal, .scale = 0.02};
-  std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
-  LoraOf lora = no_lora;
-  kernels::Float8 float8 = {};  // that of the routed experts' products is in `experts`
 
   void validate() const;
 };
 
 class Moe {
  public:
-  explicit Moe(const MoeConfig& config);
+  Moe(const MoeConfig& config, const ModuleOptions& o);
 
   template <bool Sp>
   struct Output {

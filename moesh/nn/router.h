@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include "moesh/fsdp/param.h"
 #include "moesh/kernels/routing.h"
+#include "moesh/nn/linear.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/routing.h"
 #include "moesh/nn/tokens.h"
@@ -82,11 +82,9 @@ struct RouterStatistics {
 
 class Router {
  public:
-  using Gate = Param<Dense{Place::I, Place::I, Place::I}>;
-
-  /// `dtype` is that of the run: the gate is float32, and float64 in float64 runs.
+  /// The gate is float32, and float64 in float64 runs.
   Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
-         at::ScalarType dtype, at::Device device, const Init& init);
+         const ModuleOptions& o);
 
   Route choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options = {});
 
@@ -98,8 +96,8 @@ class Router {
   void clear_counts();
 
   const RouterConfig& config() const { return config_; }
-  Gate& gate() { return gate_; }
-  std::optional<Gate>& gate_bias() { return gate_bias_; }
+  Uncut& gate() { return gate_; }
+  std::optional<Uncut>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
   /// int64: the counts since the bias last moved, not yet summed over dp, cp and tp.
@@ -112,8 +110,8 @@ class Router {
                           const RouteOptions& options) const;
 
   RouterConfig config_;
-  Gate gate_;
-  std::optional<Gate> gate_bias_;
+  Uncut gate_;
+  std::optional<Uncut> gate_bias_;
   // Both are written in place: a CUDA graph of a step has their addresses.
   at::Tensor expert_bias_E_;
   TokenSum pending_counts_E_;  // int64

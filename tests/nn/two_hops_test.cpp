@@ -54,8 +54,8 @@ Counted count(nn::Dispatcher dispatcher, nn::RouterConfig router, std::int64_t f
         const MeshScope scope(mesh);
         nn::Moe moe({.router = router,
                      .experts = {.num_experts = kExperts, .dim = kDim, .ffn = 4},
-                     .dispatcher = dispatcher,
-                     .dtype = at::kBFloat16,
+                     .dispatcher = dispatcher},
+                    {.dtype = at::kBFloat16,
                      .device = test_device(),
                      .init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 4},
                      .float8 = {.rows = float8_tile}});
