@@ -23,21 +23,13 @@ namespace moesh::checkpoint {
 
 namespace {
 
+using formats::fail_to;
 using formats::file_system;
-
-constexpr const char* kCure = "choose a folder that can be written and has room";
-
-[[noreturn]] void fail_to(const char* what, const std::filesystem::path& path, int code) {
-  formats::fail_to(what, path, code, kCure);
-}
 
 }  // namespace
 
-CheckpointFile::CheckpointFile(const std::filesystem::path& path, Mode mode)
-    : formats::OutputFile(path, mode, kCure) {}
-
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes) {
-  CheckpointFile file(path, CheckpointFile::Mode::create);
+  formats::OutputFile file(path, formats::OutputFile::Mode::create);
   file.write(0, bytes);
   file.sync();
   return file.sums();

@@ -1,6 +1,5 @@
 #pragma once
-// Files that are written by several ranks at once, with errors that name the file, what failed and
-// why.
+// Files and folders of checkpoints, with errors that name the file, what failed and why.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,11 +13,6 @@
 #include "moesh/formats/file.h"
 
 namespace moesh::checkpoint {
-
-class CheckpointFile : public formats::OutputFile {
- public:
-  CheckpointFile(const std::filesystem::path& path, Mode mode);
-};
 
 /// Writes a small file, which is on the disk when this returns.
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes);

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "moesh/formats/byte_source.h"
@@ -107,6 +108,8 @@ class TokenOutput {
   void each_length(const std::function<void(std::span<const std::int32_t>)>& f) const;
   void check_lengths() const;
   void write_state();
+  /// Those of the state, as PREFIX.progress calls them.
+  std::vector<std::pair<const char*, std::int64_t*>> counts();
   formats::BlockSums write_index();
   void publish();
 
