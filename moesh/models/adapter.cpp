@@ -70,7 +70,7 @@ bool is_found_as_parameter(const AnyConfig& config, const std::string& name) {
   static const std::set<std::string> renamed{"deepseek_v3", "glm4_moe",  "glm4_moe_lite",
                                              "olmoe",       "qwen3_moe", "qwen3_next"};
   const bool is_renamed =
-      renamed.contains(std::visit([](const auto& c) { return c.kModelType; }, config));
+      renamed.contains(std::visit([](const auto& c) { return c.kNames.model_type; }, config));
   const std::string last = last_parts(name, 1);
   return is_renamed && (last == "gate_proj" || last == "up_proj" || last == "down_proj");
 }

@@ -161,19 +161,10 @@ ModelFacts DeepseekV3Config::facts() const {
 }
 
 std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
-  if (qk_rope_dim % 2 != 0)
-    return BrokenRule{
-        {"qk_rope_dim"},
-        detail::concat(", and features are rotated in pairs; set model.qk_rope_dim to ",
-                       qk_rope_dim + 1, " or another even number")};
+  if (auto broken = not_in_pairs({{"qk_rope_dim", qk_rope_dim}})) return broken;
+  if (auto broken = normed_alone({{"q_lora_rank", q_lora_rank}, {"kv_lora_rank", kv_lora_rank}}))
+    return broken;
   // Before the groups: what a wrong top_k is told must not be undone by the number of experts.
-  // Nothing is learned through a norm of one number, which is its sign.
-  for (const auto& [name, rank] :
-       {std::pair{"q_lora_rank", q_lora_rank}, {"kv_lora_rank", kv_lora_rank}})
-    if (rank == 1)
-      return BrokenRule{{name},
-                        detail::concat(", and the norm of one number is only its sign; set model.",
-                                       name, " to 2 or more")};
   if (const auto broken = DecoderConfig::broken_rule()) return broken;
   return broken_moe_rule(*this);
 }

@@ -12,7 +12,6 @@
 
 #include "moesh/comm/mesh.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {

@@ -8,7 +8,6 @@
 
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {

@@ -221,16 +221,6 @@ void Router::set_pending_counts(const Tensor<Dense{R, R, R}>& total_E) {
   at::Tensor(local(pending_counts_E_)).copy_(local(once<kTokenAxes>(total_E)));
 }
 
-RouterStatistics statistics(const Route& route) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor counts = whole(all_reduce<kTokenAxes>(route.counts_E)).cpu();
-  const at::Tensor load = counts.to(at::kDouble) / std::max<double>(1, counts.sum().item<double>());
-  return {.counts_E = counts,
-          .entropy = -load.xlogy(load).sum().item<double>(),
-          .max_over_mean = load.max().item<double>() * static_cast<double>(counts.numel()),
-          .num_idle = counts.eq(0).sum().item<std::int64_t>()};
-}
-
 PerToken probabilities(const Route& route, const RouterConfig& config) {
   return map_rows(
       [&](const at::Tensor& l) {

@@ -73,13 +73,6 @@ struct Route {
   PerToken valid_N1;  // bool: the tokens that count for balance and losses; undefined: all
 };
 
-struct RouterStatistics {
-  at::Tensor counts_E;    // over all ranks
-  double entropy;         // of the load, in nats
-  double max_over_mean;   // 1 is perfect balance
-  std::int64_t num_idle;  // experts without tokens
-};
-
 class Router {
  public:
   /// The gate is float32, and float64 in float64 runs.
@@ -116,9 +109,6 @@ class Router {
   at::Tensor expert_bias_E_;
   TokenSum pending_counts_E_;  // int64
 };
-
-/// Summed over all ranks.
-RouterStatistics statistics(const Route& route);
 
 // Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer
 // step divided by their number (num_step_tokens, a float64 scalar of the device or of the host).

@@ -1,4 +1,5 @@
 #include "tests/nn/layer_parity.h"
+#include "tests/nn/router_statistics.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -10,7 +10,6 @@
 #include "moesh/comm/stream.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/vocabulary.h"
 #include "tests/spmd/device.h"

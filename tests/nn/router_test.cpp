@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/fsdp/fsdp.h"
 #include "tests/nn/loss_reference.h"
+#include "tests/nn/router_statistics.h"
 #include "tests/spmd/device.h"
 
 namespace moesh::nn {

@@ -10,7 +10,6 @@
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/attention_functions.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 
 namespace moesh::nn {
 namespace {
