@@ -60,9 +60,9 @@ struct BrokenRule {
   std::vector<std::string> keys;  // those that it is about, the one to change first
   std::string cure;               // after their values: "; set model.top_k to 8 or less"
 };
+using NamedSizes = std::vector<std::pair<std::string, std::int64_t>>;
 /// The first of these that breaks a rule: a norm of one number is only its sign, of which nothing
 /// is learned; and features are rotated in pairs.
-using NamedSizes = std::vector<std::pair<std::string, std::int64_t>>;
 std::optional<BrokenRule> normed_alone(const NamedSizes& widths);
 std::optional<BrokenRule> not_in_pairs(const NamedSizes& widths);
 

@@ -180,12 +180,6 @@ void MtpLayer::each_param(const std::function<void(Stored&)>& f) {
 
 namespace {
 
-std::int64_t numel(const Stored& w) {
-  std::int64_t product = 1;
-  for (auto n : w.spec.shape) product *= n;
-  return product;
-}
-
 // [B, L, 1]: at each position the token n positions later; a value that is not a word past the end.
 at::Tensor moved_back(const at::Tensor& x_BL1, std::size_t n) {
   const auto by = std::min(static_cast<std::int64_t>(n), x_BL1.size(1));
@@ -248,8 +242,9 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
   }
   each_param([&](Stored& w) {
     const bool is_expert = w.storage == efsdp;
-    num_parameters_ += numel(w);
-    const std::int64_t num_active = is_expert ? numel(w) / c.num_experts * c.top_k : numel(w);
+    const std::int64_t numel = c10::multiply_integers(w.spec.shape);
+    num_parameters_ += numel;
+    const std::int64_t num_active = is_expert ? numel / c.num_experts * c.top_k : numel;
     num_active_ += num_active;
     if (!w.spec.trained) num_frozen_active_ += num_active;
   });
@@ -374,8 +369,8 @@ nn::OfSpan Stage::choices(const nn::Full& x_BLD, const HeadWeight& weight) const
 }
 
 template <bool Sp>
-HeadOutput Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
-                       const nn::Tokens& tokens, const ForwardOptions& options) {
+ForwardResult Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
+                          const nn::Tokens& tokens, const ForwardOptions& options) {
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
   const nn::Stream<Sp> read = nn::norm<Sp>(*norm_, begin_bucket(x_BLD));
@@ -384,7 +379,7 @@ HeadOutput Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   const HeadWeight weight = head_weight(raw::LateGradient::never);
   if (options.probe && options.probe->wants_logits())
     options.probe->on_logits(local(linear(x, weight)).detach());
-  HeadOutput out;
+  ForwardResult out;
   out.cross_entropy = loss_of(x, weight, batch.labels_BL, batch, tokens);
   if (!mtp_.empty()) predict_further<Sp>(read, weight, batch, tokens, options, out);
   return out;
@@ -393,7 +388,7 @@ HeadOutput Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
 template <bool Sp>
 void Stage::predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight,
                             const MicroBatch& batch, const nn::Tokens& tokens,
-                            const ForwardOptions& options, HeadOutput& out) {
+                            const ForwardOptions& options, ForwardResult& out) {
   RECORD_USER_SCOPE("multi-token prediction");
   MOESH_CHECK(batch.ahead.size() == mtp_.size(), ErrorKind::config,
               "a micro-batch with tokens for ", batch.ahead.size(),
@@ -505,10 +500,10 @@ template StageOutput<true> Stage::run_blocks<true>(const nn::Stream<true>&, cons
                                                    const nn::Tokens&, const ForwardOptions&);
 template StageOutput<false> Stage::run_blocks<false>(const nn::Stream<false>&, const MicroBatch&,
                                                      const nn::Tokens&, const ForwardOptions&);
-template HeadOutput Stage::head<true>(const nn::Stream<true>&, const MicroBatch&, const nn::Tokens&,
-                                      const ForwardOptions&);
-template HeadOutput Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
-                                       const nn::Tokens&, const ForwardOptions&);
+template ForwardResult Stage::head<true>(const nn::Stream<true>&, const MicroBatch&,
+                                         const nn::Tokens&, const ForwardOptions&);
+template ForwardResult Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
+                                          const nn::Tokens&, const ForwardOptions&);
 template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<true>(
     const nn::Stream<true>&, const nn::Tokens&) const;
 template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<false>(

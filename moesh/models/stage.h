@@ -95,14 +95,6 @@ struct StageOutput {
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
 };
 
-/// The results of the last stage after its blocks.
-struct HeadOutput {
-  nn::TokenSum cross_entropy;          // of the next tokens, divided by those of the step
-  nn::TokenSum auxiliary;              // kNumAuxiliary losses of the MTP layers; undefined without
-  std::vector<nn::TokenSum> counts_E;  // of these layers
-  std::vector<ForwardResult::Predicted> predicted;  // by them, in an evaluation
-};
-
 class Stage {
  public:
   /// On the current mesh. Where the last stage needs the embedding, and the first stage is on this
@@ -119,10 +111,11 @@ class Stage {
   template <bool Sp>
   StageOutput<Sp> run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                              const nn::Tokens& tokens, const ForwardOptions& options);
-  /// The last stage: stream -> losses of this rank's tokens, divided by the tokens of the step.
+  /// The last stage: stream -> what it adds behind its blocks: losses of this rank's tokens,
+  /// divided by the tokens of the step, and what the MTP layers count and predict.
   template <bool Sp>
-  HeadOutput head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
-                  const ForwardOptions& options);
+  ForwardResult head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
+                     const ForwardOptions& options);
 
   /// The last stage: stream -> logits [B, V] of the last position, whole on cp and tp.
   template <bool Sp>
@@ -173,7 +166,7 @@ class Stage {
   /// Adds what the MTP layers give. `read_BLD` is what the head has read, normalised.
   template <bool Sp>
   void predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight, const MicroBatch& batch,
-                       const nn::Tokens& tokens, const ForwardOptions& options, HeadOutput& out);
+                       const nn::Tokens& tokens, const ForwardOptions& options, ForwardResult& out);
 
   DecoderConfig config_;
   double embedding_scale_, logits_scale_;

@@ -44,10 +44,9 @@ void MoeConfig::validate() const {
 }
 
 Moe::Moe(const MoeConfig& config, const ModuleOptions& o)
-    : dispatch_(
-          (config.validate(), make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
-                                                    config.router.shape(), transport_of(o.device)),
-                                            current_mesh().shape(), config.router.shape()))),
+    : dispatch_((config.validate(), make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
+                                                          config.router, transport_of(o.device)),
+                                                  current_mesh().shape(), config.router))),
       codec_(o.float8.rows > 0 ? std::make_shared<Float8Codec>(o.float8.rows) : nullptr),
       router_(config.router, config.name + "." + config.router_name, config.experts.dim, o),
       experts_(config.experts, config.name + ".experts", o) {
@@ -57,9 +56,11 @@ Moe::Moe(const MoeConfig& config, const ModuleOptions& o)
                     config.experts.dim, config.shared_ffn, o);
 }
 
-template <bool Sp>
-Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options,
-                         const std::optional<Stream<Sp>>& dy_BLD) {
+template <auto L>
+Moe::Output<L.tp == Place::T> Moe::operator()(const Tensor<L>& x_BLD, const Tokens& tokens,
+                                              const RouteOptions& options,
+                                              const std::optional<Tensor<L>>& dy_BLD) {
+  constexpr bool Sp = L.tp == Place::T;
   check_shape(local(x_BLD), tokens, Sp);
   const Stream<Sp> x_ND = for_several(flatten(x_BLD, 0, 1));
   const PerToken mine = own_tokens<Sp>(x_ND, rows_over_tp(tokens));
@@ -77,9 +78,9 @@ Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens, const Ro
   return {unflatten(y, 0, {tokens.batch(), tokens.length()}), std::move(route)};
 }
 
-template Moe::Output<true> Moe::run<true>(const Stream<true>&, const Tokens&, const RouteOptions&,
-                                          const std::optional<Stream<true>>&);
-template Moe::Output<false> Moe::run<false>(const Stream<false>&, const Tokens&,
+template Moe::Output<true> Moe::operator()(const Stream<true>&, const Tokens&, const RouteOptions&,
+                                           const std::optional<Stream<true>>&);
+template Moe::Output<false> Moe::operator()(const Stream<false>&, const Tokens&,
                                             const RouteOptions&,
                                             const std::optional<Stream<false>>&);
 

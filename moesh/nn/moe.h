@@ -34,19 +34,13 @@ class Moe {
     Stream<Sp> y;
     Route route;
   };
-  /// With sequence parallelism: x is [B, len, D], this rank's piece of the sequence.
-  /// `dy` in a recompute: the gradient of y.
-  Output<true> operator()(const Stream<true>& x_BLD, const Tokens& tokens,
-                          const RouteOptions& options = {},
-                          const std::optional<Stream<true>>& dy = {}) {
-    return run<true>(x_BLD, tokens, options, dy);
-  }
-  /// Without: x is [B, span, D], the same on all tp ranks. No token is computed twice.
-  Output<false> operator()(const Stream<false>& x_BLD, const Tokens& tokens,
-                           const RouteOptions& options = {},
-                           const std::optional<Stream<false>>& dy = {}) {
-    return run<false>(x_BLD, tokens, options, dy);
-  }
+  /// x is the stream, with sequence parallelism [B, len, D], this rank's piece of the sequence;
+  /// without, [B, span, D], the same on all tp ranks. No token is computed twice. `dy` in a
+  /// recompute: the gradient of y.
+  template <auto L>
+  Output<L.tp == Place::T> operator()(const Tensor<L>& x_BLD, const Tokens& tokens,
+                                      const RouteOptions& options = {},
+                                      const std::optional<Tensor<L>>& dy_BLD = {});
 
   Router& router() { return router_; }
   /// f(param) for every parameter.
@@ -59,10 +53,6 @@ class Moe {
   }
 
  private:
-  template <bool Sp>
-  Output<Sp> run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options,
-                 const std::optional<Stream<Sp>>& dy_BLD);
-
   std::unique_ptr<const Dispatch> dispatch_;
   Codec codec_;
   Router router_;

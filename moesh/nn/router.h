@@ -35,12 +35,6 @@ using kernels::Scoring;  // softmax_chosen: top-k of the logits
 /// The tokens over which a balance loss compares the load of experts.
 enum class BalanceOver { sequence, micro_batch };
 
-/// The part of a router's configuration that determines how many rows travel where.
-struct RouterShape {
-  std::int64_t top_k = 1, num_experts = 1, num_groups = 1, top_groups = 1;
-  bool forced_balance = false;
-};
-
 struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
@@ -56,7 +50,6 @@ struct RouterConfig {
   bool forced_balance = false;  // for benchmarks: a token's experts follow from its global index
 
   void validate() const;
-  RouterShape shape() const { return {top_k, num_experts, num_groups, top_groups, forced_balance}; }
 };
 
 struct RouteOptions {

@@ -21,7 +21,7 @@ using formats::IdType;
 // [L, T, K] of a step.
 std::vector<std::int64_t> sizes_of_step(const Config& config, const models::Model& model) {
   return {model.num_moe_layers(), sample_order(config).num_per_step() * config.data.sequence_length,
-          router_shape(config).top_k};
+          router_config(config).top_k};
 }
 
 at::ScalarType type_of(IdType type, const std::string& name) {

@@ -589,7 +589,7 @@ TEST(Trace, AMessageHasTheRowsAndTheirScores) {
 
 // Every choice of K experts, in the groups that a router may take, is counted once.
 TEST(Dispatcher, TheMeanNumberOfNodesIsThatOfAllChoices) {
-  const auto counted = [](const nn::RouterShape& r, int num_nodes) {
+  const auto counted = [](const nn::RouterConfig& r, int num_nodes) {
     const std::int64_t in_group = r.num_experts / r.num_groups;
     double sum = 0, num = 0;
     for (unsigned groups = 0; groups < 1u << r.num_groups; ++groups) {
@@ -609,23 +609,23 @@ TEST(Dispatcher, TheMeanNumberOfNodesIsThatOfAllChoices) {
     return sum / num;
   };
   for (const int nodes : {1, 2, 4})
-    for (const nn::RouterShape& r :
-         {nn::RouterShape{.top_k = 1, .num_experts = 8},
-          nn::RouterShape{.top_k = 2, .num_experts = 8},
-          nn::RouterShape{.top_k = 8, .num_experts = 8},
-          nn::RouterShape{.top_k = 3, .num_experts = 12, .num_groups = 4, .top_groups = 2},
-          nn::RouterShape{.top_k = 2, .num_experts = 12, .num_groups = 2, .top_groups = 1},
-          nn::RouterShape{.top_k = 4, .num_experts = 8, .num_groups = 4, .top_groups = 4}})
+    for (const nn::RouterConfig& r :
+         {nn::RouterConfig{.num_experts = 8, .top_k = 1},
+          nn::RouterConfig{.num_experts = 8, .top_k = 2},
+          nn::RouterConfig{.num_experts = 8, .top_k = 8},
+          nn::RouterConfig{.num_experts = 12, .top_k = 3, .num_groups = 4, .top_groups = 2},
+          nn::RouterConfig{.num_experts = 12, .top_k = 2, .num_groups = 2, .top_groups = 1},
+          nn::RouterConfig{.num_experts = 8, .top_k = 4, .num_groups = 4, .top_groups = 4}})
       EXPECT_NEAR(nn::mean_nodes(r, nodes), counted(r, nodes), 1e-12)
           << nodes << " nodes, " << r.top_k << " of " << r.num_experts;
   // In turn: tokens 0 to 7 take experts 0-2, 3-5, 6-8, 9-11 of nodes of four.
-  const nn::RouterShape in_turn{.top_k = 3, .num_experts = 12, .forced_balance = true};
+  const nn::RouterConfig in_turn{.num_experts = 12, .top_k = 3, .forced_balance = true};
   EXPECT_EQ(nn::mean_nodes(in_turn, 3), 1.5);
 }
 
 TEST(Dispatcher, AutomaticTakesTwoHopsWhereNodesAreFarApart) {
   const auto way = [](const MeshShape& s, std::int64_t k, nn::Transport exchange) {
-    return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.top_k = k, .num_experts = 64},
+    return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.num_experts = 64, .top_k = k},
                        exchange);
   };
   const MeshShape nodes{.dp_shard = 32, .ep = 32, .ranks_per_node = 8};
@@ -640,7 +640,7 @@ TEST(Dispatcher, AutomaticTakesTwoHopsWhereNodesAreFarApart) {
   // inside.
   EXPECT_EQ(nn::describe_choice(nn::Transport::nccl,
                                 MeshShape{.dp_shard = 4, .ep = 4, .ranks_per_node = 2}.validated(),
-                                {.top_k = 2, .num_experts = 4}),
+                                {.num_experts = 4, .top_k = 2}),
             "two_hops on dp_shard=4 ep=4 ranks_per_node=2: 8.5 against 9.5 for all_to_all, 11 for "
             "all_gather (NCCL, rows that are sent: nothing was measured)");
 }
