@@ -137,7 +137,7 @@ class Merger {
 
   bool adds_to(const std::string& param) const { return merge_.additions.contains(param); }
   void add(TensorPart& part) {
-    const Merge::Addition& addition = merge_.additions.at(part.name);
+    const formats::LoraTerm& addition = merge_.additions.at(part.name);
     const at::Tensor a = load(addition.a), both = load(addition.b),
                      b = addition.half ? both.select(1, *addition.half) : both;
     const std::int64_t last = part.value.dim() - 1;

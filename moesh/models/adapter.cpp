@@ -294,21 +294,23 @@ formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora) {
   return table;
 }
 
-std::vector<AddedTo> added_to(const AnyConfig& config, const Lora& lora) {
-  std::vector<AddedTo> all;
+std::map<std::string, formats::LoraTerm> added_to(const AnyConfig& config, const Lora& lora) {
+  std::map<std::string, formats::LoraTerm> all;
   shapes(config, lora)->each_param([&](Stored& w, bool) {
     if (!w.spec.name.ends_with(nn::kLoraA)) return;
     const std::string name = without_end(w.spec.name, nn::kLoraA);
-    AddedTo added{.param = name + ".weight",
-                  .a = w.spec.name,
-                  .b = name + nn::kLoraB,
-                  .scale = lora.scale(lora.targets.at(library_name(config, name)))};
-    if (!is_of_experts(name)) return all.push_back(added);
+    formats::LoraTerm term{.a = w.spec.name,
+                           .b = name + nn::kLoraB,
+                           .scale = lora.scale(lora.targets.at(library_name(config, name)))};
+    if (!is_of_experts(name)) {
+      all[name + ".weight"] = term;
+      return;
+    }
     const bool is_gate_up = name.ends_with(kGateUp);
     const std::string experts = without_end(name, is_gate_up ? kGateUp : kDown) + ".experts";
+    if (!is_gate_up) all[experts + ".w2"] = term;
     for (const auto& [part, half] : {std::pair{".w1", 0}, std::pair{".w3", 1}})
-      if (is_gate_up) added.param = experts + part, added.half = half, all.push_back(added);
-    if (!is_gate_up) added.param = experts + ".w2", all.push_back(added);
+      if (is_gate_up) term.half = half, all[experts + part] = term;
   });
   return all;
 }
