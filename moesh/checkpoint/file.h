@@ -36,7 +36,7 @@ void remove_folder(const std::filesystem::path& path);
 
 /// f(item, thread) once for each item below `num_items`, by `num_threads` threads, each of which
 /// takes the next item when it has done one; `thread` counts them. Returns when all is done. What f
-/// throws first is thrown here, and no other item is begun. Meanwhile the calling thread calls
+/// throws is thrown here, and no other item is begun. Meanwhile the calling thread calls
 /// `meanwhile` every few milliseconds; with one thread, it does the work itself, and calls it
 /// between two items.
 void share_work(std::size_t num_items, int num_threads,

@@ -42,7 +42,7 @@ std::unique_ptr<Dataset> open_text(const DatasetOptions& o) {
                                 .folder = o.token_folder,
                                 .vocab_size = o.vocab_size}),
                 o);
-  auto dataset = packed(make_store(Read(o.path)), o);
+  auto dataset = packed(std::make_shared<const Corpus>(Read(o.path)), o);
   MOESH_CHECK(
       o.vocab_size >= dataset->vocab_size(), ErrorKind::config, "data: ", o.path, " is read as ",
       dataset->vocab_size(),

@@ -4,8 +4,8 @@
 #include <map>
 #include <set>
 
-#include "moesh/data/packed.h"
 #include "moesh/data/dataset.h"
+#include "moesh/data/packed.h"
 #include "tests/support.h"
 
 namespace moesh::data {
