@@ -57,8 +57,8 @@ MAX_TYPE_LINES = 300
 ESCAPES = [
     ("moesh/nn/experts.cpp", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, ExpertsGivePartialSums"),
     ("moesh/nn/router.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, LogitsAreThoseOfEachToken"),
-    ("moesh/nn/mlp.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, AnMlpIsAPartialSum"),
-    ("moesh/nn/mlp.h", "assume<hidden>", "tests/nn/layouts_test.cpp", "Layouts, AnMlpIsAPartialSum"),
+    ("moesh/nn/experts.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, AnMlpIsAPartialSum"),
+    ("moesh/nn/experts.h", "assume<hidden>", "tests/nn/layouts_test.cpp", "Layouts, AnMlpIsAPartialSum"),
     ("moesh/nn/router.cpp", "declare<Dense{T, P, P}>", "tests/nn/layouts_test.cpp", "Layouts, SumsOfASequenceArePartialOnCpAndTp"),
     ("moesh/nn/router.cpp", "declare<Dense{P, P, P}>", "tests/nn/layouts_test.cpp", "Layouts, PendingCountsAreAPartialSum"),
     ("moesh/nn/tokens.cpp", "assume<Dense{T, R, R}>", "tests/nn/layouts_test.cpp", "Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole"),

@@ -53,8 +53,8 @@ def wrapped(items, indent="    "):
 
 def table(kind, name, comment, items):
     print(
-        f"\n// {comment}\nconst {kind} {name}[] = {{\n{wrapped(items)}}};\n"
-        f"const std::size_t {name}Size = std::size({name});"
+        f"\n// {comment}\nconstexpr {kind} {name}Table[] = {{\n{wrapped(items)}}};\n"
+        f"const std::span<const {kind}> {name} = {name}Table;"
     )
 
 def range_table(name, comment, members):
@@ -107,17 +107,21 @@ def main():
 
 #include "moesh/tokenizer/code_points.h"
 
-#include <iterator>
-
 // clang-format off
-namespace moesh::tokenizer::tables {{
-using enum Category;"""
+namespace moesh::tokenizer::tables {{"""
+    )
+    names = [*CATEGORIES, "Cs"]
+    table(
+        "std::string_view",
+        "kCategoryNames",
+        "General categories by their names in Unicode.",
+        [f'"{name}",' for name in names],
     )
     table(
         "CategoryRun",
         "kCategories",
         "Where a general category begins, for \\p{...}; it lasts until the next entry.",
-        [f"{{0x{c:x}, {name}}}," for c, name in categories()],
+        [f"{{0x{c:x}, {names.index(name)}}}," for c, name in categories()],
     )
     range_table("kPatternSpaces", "\\s of split patterns.", matched("\\s"))
     range_table("kPatternWords", "\\w of split patterns.", matched("\\w"))

@@ -41,8 +41,8 @@ Measured measure(const Shape& s, const MeshShape& shape, nn::Dispatcher dispatch
         config.router = {
             .num_experts = s.experts, .top_k = s.top_k, .normalize = true, .forced_balance = true};
         config.experts = {.num_experts = s.experts, .dim = s.dim, .ffn = s.ffn};
-        config.dispatcher = dispatcher, config.dtype = dtype, config.device = device;
-        nn::Moe moe(config);
+        config.dispatcher = dispatcher;
+        nn::Moe moe(config, {.dtype = dtype, .device = device});
         const nn::Tokens tokens(mesh, 1, s.tokens, true);
         const auto x = assume<Dense{T, T, T}>(
             at::randn({1, tokens.length(), s.dim}, at::TensorOptions(device).dtype(dtype)));

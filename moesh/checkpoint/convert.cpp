@@ -137,7 +137,7 @@ class Merger {
 
   bool adds_to(const std::string& param) const { return merge_.additions.contains(param); }
   void add(TensorPart& part) {
-    const Merge::Addition& addition = merge_.additions.at(part.name);
+    const formats::LoraTerm& addition = merge_.additions.at(part.name);
     const at::Tensor a = load(addition.a), both = load(addition.b),
                      b = addition.half ? both.select(1, *addition.half) : both;
     const std::int64_t last = part.value.dim() - 1;
@@ -208,16 +208,15 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   const auto add_file = [&](const std::string& name, const formats::BlockSums& written) {
     manifest.files.push_back(formats::hash_file(temporary.string(), name, written));
   };
-  Converted result;
   formats::SafetensorsIndex index{.total_size = 0};
   std::optional<kernels::QuantizedBox> last;  // whose scales come next
-  const auto write_bytes = [](CheckpointFile& out, std::uint64_t at, const at::Tensor& t) {
+  const auto write_bytes = [](formats::OutputFile& out, std::uint64_t at, const at::Tensor& t) {
     const at::Tensor bytes = t.contiguous();
     out.write(at, {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()});
   };
   const auto files = plan_files("model", to_table.tensors, options.max_shard_size);
   for (const auto& file : files) {
-    CheckpointFile out(temporary / file.name, CheckpointFile::Mode::create);
+    formats::OutputFile out(temporary / file.name, formats::OutputFile::Mode::create);
     out.reserve(file.size);
     out.write(0, file.header);
     for (const auto& t : file.tensors) {
@@ -239,11 +238,8 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
           write_tensor(out, t, by_name(parts));
         }
       }
-      index.weight_map[t.tensor->name] = file.name;
-      *index.total_size +=
-          static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
-      ++result.num_tensors;
     }
+    add_to(index, file);
     out.sync();
     add_file(file.name, out.sums());
   }
@@ -257,7 +253,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   std::sort(manifest.files.begin(), manifest.files.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   {
-    CheckpointFile out(temporary / formats::kManifestFile, CheckpointFile::Mode::open);
+    formats::OutputFile out(temporary / formats::kManifestFile, formats::OutputFile::Mode::open);
     out.write(0, formats::write_manifest(manifest));
     out.sync();
   }
@@ -265,8 +261,9 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   rename_folder(temporary, to);
   // Not before: while the folder is under its temporary name, a second one would take it over.
   remove_folder(to / kLockFile);
-  result.num_files = files.size(), result.num_bytes = *index.total_size;
-  return result;
+  return {.num_tensors = index.weight_map.size(),
+          .num_files = files.size(),
+          .num_bytes = *index.total_size};
 }
 
 }  // namespace moesh::checkpoint

@@ -13,14 +13,9 @@ namespace moesh::checkpoint {
 
 /// A LoRA adapter that becomes part of the weights: scale B A is added to each that it is for.
 struct Merge {
-  struct Addition {
-    std::string a, b;  // parameters of the adapter: [r, in] and [out, r], or [E, r, in] and so on
-    double scale = 1;
-    std::optional<std::int64_t> half = {};  // of a B [E, 2, out, r] for gate and up together
-  };
   std::filesystem::path adapter;
-  formats::DiskTable table;                   // of its tensors
-  std::map<std::string, Addition> additions;  // by the parameter of the model
+  formats::DiskTable table;                            // of its tensors
+  std::map<std::string, formats::LoraTerm> additions;  // by the parameter of the model
 };
 
 struct ConvertOptions {

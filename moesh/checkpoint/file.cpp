@@ -6,11 +6,9 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
-#include <mutex>
+#include <future>
 #include <system_error>
-#include <thread>
 #include <vector>
 
 #include "moesh/base/error.h"
@@ -23,21 +21,13 @@ namespace moesh::checkpoint {
 
 namespace {
 
+using formats::fail_to;
 using formats::file_system;
-
-constexpr const char* kCure = "choose a folder that can be written and has room";
-
-[[noreturn]] void fail_to(const char* what, const std::filesystem::path& path, int code) {
-  formats::fail_to(what, path, code, kCure);
-}
 
 }  // namespace
 
-CheckpointFile::CheckpointFile(const std::filesystem::path& path, Mode mode)
-    : formats::OutputFile(path, mode, kCure) {}
-
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes) {
-  CheckpointFile file(path, CheckpointFile::Mode::create);
+  formats::OutputFile file(path, formats::OutputFile::Mode::create);
   file.write(0, bytes);
   file.sync();
   return file.sums();
@@ -97,21 +87,6 @@ namespace {
 constexpr int kMostWorkers = 8;
 constexpr std::uint64_t kBytesPerWorker = std::uint64_t{64} << 20;
 
-// Shared state of the threads of one call.
-struct WorkerState {
-  std::atomic<std::size_t> next = 0;
-  std::mutex mutex;
-  std::condition_variable changed;
-  int num_running = 0;
-  std::exception_ptr fault;
-
-  void fail(std::exception_ptr reason, std::size_t num_items) {
-    next = num_items;  // no thread begins another
-    const std::lock_guard lock(mutex);
-    if (!fault) fault = std::move(reason);
-  }
-};
-
 }  // namespace
 
 void share_work(std::size_t num_items, int num_threads,
@@ -124,46 +99,33 @@ void share_work(std::size_t num_items, int num_threads,
     }
     return;
   }
-  WorkerState shared;
-  std::vector<std::thread> threads;
+  std::atomic<std::size_t> next = 0;
   const auto work = [&](std::size_t thread) {
     try {
-      for (std::size_t i; (i = shared.next++) < num_items;) f(i, thread);
+      for (std::size_t i; (i = next++) < num_items;) f(i, thread);
     } catch (...) {
-      shared.fail(std::current_exception(), num_items);
+      next = num_items;  // no thread begins another
+      throw;
     }
-    const std::lock_guard lock(shared.mutex);
-    --shared.num_running;
-    shared.changed.notify_one();
   };
-  for (int t = 0; t < num_threads; ++t) {
-    {
-      const std::lock_guard lock(shared.mutex);
-      ++shared.num_running;
-    }
-    try {
-      threads.emplace_back(work, static_cast<std::size_t>(t));
-    } catch (const std::system_error&) {
-      // The system has no more threads for us: those that there are do it, or else this one.
-      const std::lock_guard lock(shared.mutex);
-      --shared.num_running;
-      break;
-    }
-  }
-  if (threads.empty()) return share_work(num_items, 1, f, meanwhile);
+  std::vector<std::future<void>> workers;
   try {
-    std::unique_lock lock(shared.mutex);
-    while (!shared.changed.wait_for(lock, std::chrono::milliseconds(20),
-                                    [&] { return shared.num_running == 0; })) {
-      lock.unlock();
-      if (meanwhile) meanwhile();
-      lock.lock();
-    }
-  } catch (...) {
-    shared.fail(std::current_exception(), num_items);
+    for (int t = 0; t < num_threads; ++t)
+      workers.push_back(std::async(std::launch::async, work, static_cast<std::size_t>(t)));
+  } catch (const std::system_error&) {
+    // The system has no more threads for us: those that there are do it, or else this one.
+    if (workers.empty()) return share_work(num_items, 1, f, meanwhile);
   }
-  for (auto& t : threads) t.join();
-  if (shared.fault) std::rethrow_exception(shared.fault);
+  std::exception_ptr fault;
+  for (std::future<void>& worker : workers) try {
+      while (worker.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready)
+        if (meanwhile) meanwhile();
+      worker.get();
+    } catch (...) {
+      next = num_items;
+      if (!fault) fault = std::current_exception();
+    }
+  if (fault) std::rethrow_exception(fault);
 }
 
 int num_workers(std::uint64_t num_bytes) {

@@ -1,6 +1,5 @@
 #pragma once
-// Files that are written by several ranks at once, with errors that name the file, what failed and
-// why.
+// Files and folders of checkpoints, with errors that name the file, what failed and why.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,11 +13,6 @@
 #include "moesh/formats/file.h"
 
 namespace moesh::checkpoint {
-
-class CheckpointFile : public formats::OutputFile {
- public:
-  CheckpointFile(const std::filesystem::path& path, Mode mode);
-};
 
 /// Writes a small file, which is on the disk when this returns.
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes);
@@ -42,7 +36,7 @@ void remove_folder(const std::filesystem::path& path);
 
 /// f(item, thread) once for each item below `num_items`, by `num_threads` threads, each of which
 /// takes the next item when it has done one; `thread` counts them. Returns when all is done. What f
-/// throws first is thrown here, and no other item is begun. Meanwhile the calling thread calls
+/// throws is thrown here, and no other item is begun. Meanwhile the calling thread calls
 /// `meanwhile` every few milliseconds; with one thread, it does the work itself, and calls it
 /// between two items.
 void share_work(std::size_t num_items, int num_threads,

@@ -1,6 +1,5 @@
 #include "moesh/checkpoint/folder.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,9 +7,9 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
-#include <cstring>
 #include <ctime>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "moesh/base/error.h"
@@ -138,8 +137,6 @@ void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_
 
 namespace {
 
-using formats::file_system;
-
 // As long as the longest host name and the rest: a shorter text overwrites a longer one.
 constexpr std::size_t kHolderBytes = 400;
 
@@ -157,42 +154,23 @@ std::string own_name() {
   return text + '\n';
 }
 
-std::string holder(int file) {
-  std::string text(kHolderBytes, ' ');
-  const auto count = file_system().read(file, text.data(), text.size(), 0);
-  text.resize(count > 0 ? static_cast<std::size_t>(count) : 0);
+std::string holder(const std::filesystem::path& path) {
+  const formats::InputFile file(path);
+  std::string text(std::min<std::uint64_t>(file.size(), kHolderBytes), ' ');
+  file.read(0, std::as_writable_bytes(std::span(text)));
   const auto end = text.find_last_not_of(" \n");
   return end == std::string::npos ? "another process" : text.substr(0, end + 1);
 }
 
 }  // namespace
 
-FolderLock::FolderLock(const std::filesystem::path& folder) {
-  make_folders(folder);
-  const auto path = folder / kLockFile;
-  descriptor_ = file_system().open(path, O_RDWR | O_CREAT);
-  if (descriptor_ < 0) formats::fail_at(path, "open", errno);
-  if (file_system().lock(descriptor_) != 0) {
-    const int code = errno;
-    const bool is_held = code == EAGAIN || code == EACCES;
-    const std::string who = is_held ? holder(descriptor_) : "";
-    if (is_held) file_system().close(descriptor_);  // no destructor runs for what was never made
-    MOESH_CHECK(!is_held, ErrorKind::config, "'", folder.string(), "' is used by ", who,
-                "; wait until that has ended, or choose another folder");
-    log_warn("'", path.string(), "' cannot be locked: ", std::strerror(code),
-             "; make sure that no other run saves into this folder");
-    return;
-  }
+FolderLock::FolderLock(const std::filesystem::path& folder)
+    : file_((make_folders(folder), folder / kLockFile), formats::OutputFile::Mode::open_or_create) {
+  MOESH_CHECK(file_.lock(), ErrorKind::config, "'", folder.string(), "' is used by ",
+              holder(folder / kLockFile), "; wait until that has ended, or choose another folder");
   // Also a probe: a folder that cannot be written is noticed before the first step.
-  const std::string text = own_name();
-  const auto written = file_system().write(descriptor_, text.data(), text.size(), 0);
-  if (written == static_cast<ssize_t>(text.size())) return;
-  const int code = written < 0 ? errno : ENOSPC;
-  file_system().close(descriptor_);
-  formats::fail_at(path, "write", code);
+  file_.write(0, own_name());
 }
-
-FolderLock::~FolderLock() { file_system().close(descriptor_); }
 
 namespace {
 
@@ -234,9 +212,7 @@ std::map<std::string, std::string> read_companions(const std::filesystem::path& 
     log_warn(formats::shown((folder / name).string()), " is left out of checkpoints: ", reason,
              "; copy it yourself if it belongs there");
   };
-  std::optional<formats::Manifest> manifest;
-  if (formats::exists(folder / formats::kManifestFile))
-    manifest = formats::read_manifest(folder.string());
+  const auto manifest = formats::find_manifest(folder);
   for (const auto& name : formats::names_in(folder)) {
     if (!is_companion(folder, name)) continue;
     if (leads_out(folder, name)) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "moesh/comm/group.h"
+#include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
 
 namespace moesh::checkpoint {
@@ -49,12 +50,9 @@ void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_
 class FolderLock {
  public:
   explicit FolderLock(const std::filesystem::path& folder);
-  ~FolderLock();
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
 
  private:
-  int descriptor_ = -1;
+  formats::OutputFile file_;
 };
 
 /// The file that is locked. It stays: to remove it would open a gap between two runs.

@@ -88,31 +88,30 @@ std::string inspect(const std::filesystem::path& folder) {
               "' is not a folder; name one that holds a model or a checkpoint, such as "
               "outputs/checkpoints/step-00000100");
   std::string text = printable(folder.string()) + "\n";
-  const bool has_manifest = formats::exists(folder / formats::kManifestFile);
-  formats::Manifest manifest;
-  if (has_manifest) manifest = formats::read_manifest(folder.string());
+  const auto manifest = formats::find_manifest(folder);
   if (formats::exists(folder / "config.json")) {
     const auto config = formats::read_json((folder / "config.json").string());
     const auto* type = config.find("model_type");
-    text += detail::concat("model: ", type ? printable(type->as_text("model_type")) : "unknown",
-                           manifest.size.empty() ? "" : " " + printable(manifest.size), "\n");
+    text += detail::concat(
+        "model: ", type ? printable(type->as_text("model_type")) : "unknown",
+        !manifest || manifest->size.empty() ? "" : " " + printable(manifest->size), "\n");
   }
-  if (has_manifest) {
-    text += detail::concat("step: ", manifest.step, ", seed ", manifest.seed, ", ",
-                           manifest.data_position, " sequences seen\n");
-    if (!manifest.mesh.empty())
-      text += detail::concat("written by: ", printable(manifest.mesh), "\n");
-    for (const auto& [key, value] : manifest.extra)
+  if (manifest) {
+    text += detail::concat("step: ", manifest->step, ", seed ", manifest->seed, ", ",
+                           manifest->data_position, " sequences seen\n");
+    if (!manifest->mesh.empty())
+      text += detail::concat("written by: ", printable(manifest->mesh), "\n");
+    for (const auto& [key, value] : manifest->extra)
       text += detail::concat(printable(key), ": ", printable(value), "\n");
     text += "files:\n";
-    for (const auto& file : manifest.files)
+    for (const auto& file : manifest->files)
       text += detail::concat("  ", printable(file.name), "  ", mebibytes(file.size), "\n");
   } else {
     text += "no moesh.json: not written by moesh, nothing to check it against\n";
   }
   text += "weights: " + describe_tensors(TensorFolder::weights(folder));
-  if (has_manifest) {
-    const auto state = TensorFolder::of_checkpoint(folder, manifest, "optimizer/");
+  if (manifest) {
+    const auto state = TensorFolder::of_checkpoint(folder, *manifest, "optimizer/");
     if (!state.tensors().empty()) text += "optimizer: " + describe_tensors(state);
   }
   return text;

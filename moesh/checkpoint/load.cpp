@@ -100,7 +100,7 @@ bool is_finite(const at::Tensor& x) {
   const bool is_of_scales = found.quantized && !found.quantized->has_finite_scales();
   throw Error(ErrorKind::data,
               detail::concat("'", found.file->file().path().string(), "': tensor '",
-                             is_of_scales ? found.quantized->name_of_scales() : found.info->name,
+                             is_of_scales ? found.quantized->scales().info->name : found.info->name,
                              "' has NaN or inf, read as ", target.scalar_type(),
                              ": the file is damaged, or its training had diverged; take another"));
 }
@@ -199,7 +199,7 @@ std::vector<std::vector<ReadJob>> apart(std::vector<ReadJob> jobs) {
   };
   for (const ReadJob& job : jobs)
     if (const auto* q = job.found.quantized)
-      joined[first_of(q->file_of_scales())] = first_of(job.found.file);
+      joined[first_of(q->scales().file)] = first_of(job.found.file);
   std::map<const BlockFile*, std::size_t> places;
   std::vector<std::vector<ReadJob>> lists;
   for (ReadJob& job : jobs) {
@@ -223,7 +223,7 @@ void read_list(const std::vector<ReadJob>& jobs, const Heartbeat& heartbeat) {
     read_box(job, in_view_order(*job.part, *job.source, job.overlap), heartbeat);
     if (i + 1 < jobs.size() && jobs[i + 1].found.file == job.found.file) continue;
     job.found.file->forget();
-    if (job.found.quantized) job.found.quantized->file_of_scales()->forget();
+    if (job.found.quantized) job.found.quantized->scales().file->forget();
   }
 }
 
@@ -381,7 +381,7 @@ void TensorFolder::join_quantized() {
   for (const auto& q : quantized_) {
     const std::string& name = q->info().name;
     for (const char* part : {"", "_scale_inv", "_blocks", "_scales"}) tensors_.erase(name + part);
-    tensors_.emplace(name, FolderTensor{{q->file(), &q->info()}, q.get()});
+    tensors_.emplace(name, FolderTensor{{q->values().file, &q->info()}, q.get()});
   }
 }
 
@@ -398,10 +398,8 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
 
 std::string read_config(const std::filesystem::path& folder) {
   formats::refuse_hub_name(folder.string());
-  const bool has_manifest = formats::exists(folder / formats::kManifestFile);
-  const formats::Manifest manifest =
-      has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
-  const std::string text = read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
+  const auto manifest = formats::find_manifest(folder);
+  const std::string text = read_text(folder, "config.json", manifest ? &*manifest : nullptr);
   const auto json = formats::parse_json(text, (folder / "config.json").string());
   const auto of_text = formats::text_model(json);
   return formats::with_layers_that_are_there(of_text == json ? text : formats::to_json(of_text),
@@ -409,39 +407,33 @@ std::string read_config(const std::filesystem::path& folder) {
 }
 
 TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
-  std::optional<formats::Manifest> manifest;
-  if (formats::exists(folder / formats::kManifestFile))
-    manifest = formats::read_manifest(folder.string());
+  const auto manifest = formats::find_manifest(folder);
   const auto* known = manifest ? &*manifest : nullptr;
   const auto index_path = folder / formats::kIndexFile;
-  if (formats::exists(index_path)) {
-    const auto index = formats::parse_safetensors_index(
-        read_text(folder, formats::kIndexFile, known), index_path.string());
-    TensorFolder result(folder, index.files(), known);
-    for (const auto& [name, file] : index.weight_map) {
+  std::optional<formats::SafetensorsIndex> index;
+  if (formats::exists(index_path))
+    index = formats::parse_safetensors_index(read_text(folder, formats::kIndexFile, known),
+                                             index_path.string());
+  MOESH_CHECK(index || formats::exists(folder / formats::kSingleFile), ErrorKind::data, "'",
+              folder.string(), "' has neither ", formats::kIndexFile, " nor ", formats::kSingleFile,
+              ": it is not a folder of a model in safetensors");
+  TensorFolder result(
+      folder, index ? index->files() : std::vector<std::string>{formats::kSingleFile}, known);
+  if (index)
+    for (const auto& [name, file] : index->weight_map) {
       const auto found = result.tensors_.find(name);
       MOESH_CHECK(
           found != result.tensors_.end() && found->second.file->file().path() == folder / file,
           ErrorKind::data, "'", index_path.string(), "' says that '", file, "' holds tensor '",
           name, "', and it does not");
     }
-    result.keep_text_model();
-    result.join_quantized();
-    return result;
-  }
-  MOESH_CHECK(formats::exists(folder / formats::kSingleFile), ErrorKind::data, "'", folder.string(),
-              "' has neither ", formats::kIndexFile, " nor ", formats::kSingleFile,
-              ": it is not a folder of a model in safetensors");
-  TensorFolder result(folder, {formats::kSingleFile}, known);
   result.keep_text_model();
   result.join_quantized();
   return result;
 }
 
 TensorFolder TensorFolder::adapter(const std::filesystem::path& folder) {
-  std::optional<formats::Manifest> manifest;
-  if (formats::exists(folder / formats::kManifestFile))
-    manifest = formats::read_manifest(folder.string());
+  const auto manifest = formats::find_manifest(folder);
   return TensorFolder(folder, {formats::kAdapterFile}, manifest ? &*manifest : nullptr);
 }
 

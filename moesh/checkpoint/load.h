@@ -42,9 +42,6 @@ class Quantized {
   /// Both of them as they are in files.
   const StoredTensor& values() const { return values_; }
   const StoredTensor& scales() const { return scales_; }
-  BlockFile* file() const { return values_.file; }
-  BlockFile* file_of_scales() const { return scales_.file; }
-  const std::string& name_of_scales() const { return scales_.info->name; }
   virtual bool has_finite_scales() const = 0;
   /// Elements from `first` on in the order in which they are stored, which is that of
   /// stored_order(...).

@@ -70,6 +70,13 @@ std::vector<PlannedFile> plan_files(const std::string& prefix,
   return files;
 }
 
+void add_to(formats::SafetensorsIndex& index, const PlannedFile& file) {
+  for (const auto& t : file.tensors) {
+    index.weight_map[t.tensor->name] = file.name;
+    *index.total_size += num_bytes(*t.tensor);
+  }
+}
+
 PartsByName by_name(const std::vector<TensorPart>& parts) {
   PartsByName map;
   for (const auto& p : parts)
@@ -97,7 +104,7 @@ bool owns_some(const PlannedTensor& t, const PartsByName& parts) {
   });
 }
 
-void write_tensor(CheckpointFile& out, const PlannedTensor& t, const PartsByName& parts) {
+void write_tensor(formats::OutputFile& out, const PlannedTensor& t, const PartsByName& parts) {
   const auto dtype = torch_dtype(t.dtype, t.tensor->name);
   const auto element = formats::size_of(t.dtype);
   for (const auto& [box, value] : owned_boxes(*t.tensor, parts)) {

@@ -81,12 +81,7 @@ class Saver {
 
   std::string index() const {
     formats::SafetensorsIndex index{.total_size = 0};
-    for (const auto& file : plans_.at(0))
-      for (const auto& t : file.tensors) {
-        index.weight_map[t.tensor->name] = file.name;
-        *index.total_size +=
-            static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
-      }
+    for (const auto& file : plans_.at(0)) add_to(index, file);
     return formats::write_safetensors_index(index);
   }
 
@@ -115,7 +110,7 @@ class Saver {
         beat(heartbeat);
         const auto path = temporary_ / file.name;
         make_folders(path.parent_path());
-        CheckpointFile out(path, CheckpointFile::Mode::create);
+        formats::OutputFile out(path, formats::OutputFile::Mode::create);
         out.reserve(file.size);
         out.write(0, file.header);
         out.sync();
@@ -150,7 +145,7 @@ class Saver {
   void write_tensors(const Heartbeat& heartbeat) {
     struct TensorWriter {
       const PlannedFile* file = nullptr;
-      std::optional<CheckpointFile> out = {};
+      std::optional<formats::OutputFile> out = {};
       ReadBack::Reader reader = {};
     };
     std::vector<PartsByName> parts;
@@ -169,7 +164,7 @@ class Saver {
           if (w.file != items[i].file) {
             w.out.reset();
             w.file = items[i].file;
-            w.out.emplace(temporary_ / w.file->name, CheckpointFile::Mode::open);
+            w.out.emplace(temporary_ / w.file->name, formats::OutputFile::Mode::open);
           }
           write_tensor(*w.out, *items[i].tensor, *items[i].parts);
           const auto whole = blocks_.add_written(w.file->name, w.out->take_sums());
@@ -198,7 +193,7 @@ class Saver {
     std::set<std::string> flushed;
     for (const std::size_t block : batch)
       if (const auto& name = blocks_.file_of(block); flushed.insert(name).second)
-        CheckpointFile(temporary_ / name, CheckpointFile::Mode::open).sync();
+        formats::OutputFile(temporary_ / name, formats::OutputFile::Mode::open).sync();
     for (const std::size_t block : batch) blocks_.read_back(block, reader);
   }
 
@@ -209,7 +204,8 @@ class Saver {
     share_work(
         written.size(), num_threads_,
         [&](std::size_t i, std::size_t) {
-          CheckpointFile(temporary_ / written[i]->name, CheckpointFile::Mode::open).sync();
+          formats::OutputFile(temporary_ / written[i]->name, formats::OutputFile::Mode::open)
+              .sync();
         },
         heartbeat);
   }
@@ -229,7 +225,7 @@ class Saver {
     const std::string text = formats::write_manifest(manifest);
     const auto path = temporary_ / formats::kManifestFile;
     {
-      CheckpointFile out(path, CheckpointFile::Mode::open);
+      formats::OutputFile out(path, formats::OutputFile::Mode::open);
       out.write(0, text);
       out.sync();
     }

@@ -16,6 +16,7 @@
 #include "moesh/comm/group.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
+#include "moesh/formats/safetensors.h"
 
 namespace moesh::checkpoint {
 
@@ -51,14 +52,17 @@ std::vector<PlannedFile> plan_files(const std::string& prefix,
                                     const std::vector<formats::DiskTensor>& tensors,
                                     std::uint64_t max_size);
 
+/// Adds the tensors of a file to an index that has a total size.
+void add_to(formats::SafetensorsIndex& index, const PlannedFile& file);
+
 using PartsByName = std::map<std::string, const TensorPart*>;
 PartsByName by_name(const std::vector<TensorPart>& parts);
 
 /// Whether this rank owns any of a tensor.
 bool owns_some(const PlannedTensor& tensor, const PartsByName& parts);
 /// Writes this rank's part of a tensor. Threads may write different tensors at the same time, each
-/// through a CheckpointFile of its own.
-void write_tensor(CheckpointFile& out, const PlannedTensor& tensor, const PartsByName& parts);
+/// through a formats::OutputFile of its own.
+void write_tensor(formats::OutputFile& out, const PlannedTensor& tensor, const PartsByName& parts);
 
 // The blocks of all files of a save, from the first byte that is written until each was read back
 // and hashed. A block that one rank has written whole is read back while others are written.

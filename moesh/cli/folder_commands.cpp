@@ -40,11 +40,9 @@ T one_of(const std::string& option, const std::string& text,
 // The terms that the adapter of a folder adds to each parameter.
 checkpoint::Merge merge_of(const models::AnyConfig& config, const std::filesystem::path& folder) {
   const models::Lora lora = models::read_adapter(config, folder);
-  checkpoint::Merge merge{
-      .adapter = folder, .table = models::adapter_table(config, lora), .additions = {}};
-  for (const models::AddedTo& t : models::added_to(config, lora))
-    merge.additions[t.param] = {.a = t.a, .b = t.b, .scale = t.scale, .half = t.half};
-  return merge;
+  return {.adapter = folder,
+          .table = models::adapter_table(config, lora),
+          .additions = models::added_to(config, lora)};
 }
 
 }  // namespace

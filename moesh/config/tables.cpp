@@ -39,7 +39,7 @@ Table make_table(Effect effect, std::string name, std::string help, std::vector<
       Effect::effect, #section "." #list, help, std::vector<Column>{__VA_ARGS__})
 
 std::vector<Table> make_tables() {
-  const ValueRule kinds{.choices = data::file_choices()};
+  const ValueRule kinds{.choices = data::dataset_choices(/*reads_file=*/true)};
   return {
       MOESH_TABLE(
           numbers, data, source, "several files to train on, instead of data.path",

@@ -249,10 +249,10 @@ void check_file(const Config& c, const models::ModelFacts& facts, const std::str
   const data::DatasetKind& kind = data::find_kind(kind_name);
   MOESH_CHECK(kind.reads_file || path.empty(), ErrorKind::config, describe_option(c, kind_option),
               ", and ", describe_option(c, path_option), "; leave out the path, or set ",
-              kind_option, " to ", joined_by_or(data::file_choices()));
+              kind_option, " to ", joined_by_or(data::dataset_choices(/*reads_file=*/true)));
   MOESH_CHECK(!kind.reads_file || !path.empty(), ErrorKind::config, describe_option(c, kind_option),
               ", and ", describe_option(c, path_option), "; name a file, or set ", kind_option,
-              " to ", joined_by_or(data::choices_without_file()));
+              " to ", joined_by_or(data::dataset_choices(/*reads_file=*/false)));
   if (facts.vocab_size == 0) return;
   MOESH_CHECK(kind.reads_file || c.data.synthetic_successors <= facts.vocab_size, ErrorKind::config,
               describe_option(c, "data.synthetic_successors"), ", and ",

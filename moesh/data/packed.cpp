@@ -47,27 +47,6 @@ std::int64_t Epochs::at(std::int64_t index) const {
 
 namespace {
 
-class MemoryStore : public TokenStore {
- public:
-  explicit MemoryStore(Corpus corpus) : corpus_(std::move(corpus)) {}
-  const std::string& name() const override { return corpus_.name; }
-  const char* unit() const override {
-    return "tokens (bytes, and one at the end of each document)";
-  }
-  std::int64_t vocab_size() const override { return corpus_.vocab_size; }
-  std::int64_t num_tokens() const override { return std::ssize(corpus_.tokens); }
-  std::int64_t num_documents() const override { return std::ssize(corpus_.starts); }
-  std::int64_t start(std::int64_t document) const override {
-    return corpus_.starts[static_cast<std::size_t>(document)];
-  }
-  void copy(std::int64_t begin, std::span<TokenId> to) const override {
-    std::copy_n(corpus_.tokens.begin() + begin, to.size(), to.begin());
-  }
-
- private:
-  Corpus corpus_;
-};
-
 class FileStore : public TokenStore {
  public:
   FileStore(formats::TokenFile file, std::int64_t vocab_size)
@@ -93,9 +72,6 @@ class FileStore : public TokenStore {
 
 }  // namespace
 
-std::shared_ptr<const TokenStore> make_store(Corpus corpus) {
-  return std::make_shared<MemoryStore>(std::move(corpus));
-}
 std::shared_ptr<const TokenStore> make_store(formats::TokenFile file, std::int64_t vocab_size) {
   return std::make_shared<FileStore>(std::move(file), vocab_size);
 }
@@ -118,21 +94,17 @@ void Corpus::add(const std::string& document) {
 }
 
 Corpus read_text_corpus(const std::string& path) {
-  Corpus corpus{.name = path};
+  Corpus corpus(path);
   corpus.add(formats::read_file(path, ErrorKind::data));
   return corpus;
 }
 
 Corpus read_jsonl_corpus(const std::string& path) {
-  Corpus corpus{.name = path};
+  Corpus corpus(path);
   std::istringstream lines(formats::read_file(path, ErrorKind::data));
   formats::each_json_text(lines, path, "text", [&](const std::string& text) { corpus.add(text); });
   return corpus;
 }
-
-PackedDataset::PackedDataset(Corpus corpus, std::int64_t sequence_length, std::uint64_t seed,
-                             bool shuffle)
-    : PackedDataset(make_store(std::move(corpus)), sequence_length, seed, shuffle) {}
 
 PackedDataset::PackedDataset(std::shared_ptr<const TokenStore> tokens, std::int64_t sequence_length,
                              std::uint64_t seed, bool shuffle)

@@ -1,10 +1,13 @@
 #pragma once
 // Sequences of documents from a file: one behind the other and cut, or packed whole.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "moesh/base/random.h"
@@ -45,21 +48,6 @@ struct Epochs {
 constexpr TokenId kEndOfDocument = 256;
 constexpr std::int64_t kNumByteTokens = 257;
 
-/// The documents of a file one after the other.
-struct Corpus {
-  std::string name;
-  std::vector<TokenId> tokens;
-  std::vector<std::int64_t> starts;  // the first token of each document
-  std::int64_t vocab_size = kNumByteTokens;
-  /// Adds the bytes of a text and kEndOfDocument. An empty text adds nothing.
-  void add(const std::string& document);
-};
-
-/// The whole file is one document.
-Corpus read_text_corpus(const std::string& path);
-/// Each line is a document: {"text": "..."}.
-Corpus read_jsonl_corpus(const std::string& path);
-
 /// Tokens of documents, one behind the other, wherever they lie.
 class TokenStore {
  public:
@@ -84,8 +72,41 @@ class TokenStore {
 /// store has one. Their document number is left to the caller.
 void append_tokens(const TokenStore& store, std::int64_t begin, std::int64_t count, Sample& sample);
 
-/// In memory, and in a file of token ids.
-std::shared_ptr<const TokenStore> make_store(Corpus corpus);
+/// The documents of a text one after the other, in memory.
+class Corpus final : public TokenStore {
+ public:
+  explicit Corpus(std::string name, std::int64_t vocab_size = kNumByteTokens)
+      : name_(std::move(name)), vocab_size_(vocab_size) {}
+  /// Adds the bytes of a text and kEndOfDocument. An empty text adds nothing.
+  void add(const std::string& document);
+
+  const std::string& name() const override { return name_; }
+  const char* unit() const override {
+    return "tokens (bytes, and one at the end of each document)";
+  }
+  std::int64_t vocab_size() const override { return vocab_size_; }
+  std::int64_t num_tokens() const override { return std::ssize(tokens); }
+  std::int64_t num_documents() const override { return std::ssize(starts); }
+  std::int64_t start(std::int64_t document) const override {
+    return starts[static_cast<std::size_t>(document)];
+  }
+  void copy(std::int64_t begin, std::span<TokenId> to) const override {
+    std::copy_n(tokens.begin() + begin, to.size(), to.begin());
+  }
+
+  std::vector<TokenId> tokens;
+  std::vector<std::int64_t> starts;  // the first token of each document
+
+ private:
+  std::string name_;
+  std::int64_t vocab_size_;
+};
+
+/// The whole file is one document.
+Corpus read_text_corpus(const std::string& path);
+/// Each line is a document: {"text": "..."}.
+Corpus read_jsonl_corpus(const std::string& path);
+/// A file of token ids.
 std::shared_ptr<const TokenStore> make_store(formats::TokenFile file, std::int64_t vocab_size);
 
 /// Sequence i holds the tokens i * L to i * L + L, so that every token but the first is a label
@@ -95,7 +116,6 @@ class PackedDataset : public Dataset {
  public:
   PackedDataset(std::shared_ptr<const TokenStore> tokens, std::int64_t sequence_length,
                 std::uint64_t seed, bool shuffle);
-  PackedDataset(Corpus corpus, std::int64_t sequence_length, std::uint64_t seed, bool shuffle);
 
   Sample get(std::int64_t index) const override;
   std::int64_t sequence_length() const override { return sequence_length_; }

@@ -6,7 +6,6 @@
 #include "moesh/base/text.h"
 #include "moesh/data/dataset.h"
 #include "moesh/data/packed.h"
-#include "moesh/data/synthetic.h"
 #include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/token_file.h"
@@ -43,7 +42,7 @@ std::unique_ptr<Dataset> open_text(const DatasetOptions& o) {
                                 .folder = o.token_folder,
                                 .vocab_size = o.vocab_size}),
                 o);
-  auto dataset = packed(make_store(Read(o.path)), o);
+  auto dataset = packed(std::make_shared<const Corpus>(Read(o.path)), o);
   MOESH_CHECK(
       o.vocab_size >= dataset->vocab_size(), ErrorKind::config, "data: ", o.path, " is read as ",
       dataset->vocab_size(),
@@ -66,15 +65,6 @@ std::unique_ptr<Dataset> open_npy(const DatasetOptions& o) {
 template <formats::IdType Type>
 std::unique_ptr<Dataset> open_flat(const DatasetOptions& o) {
   return pack(formats::TokenFile::open_flat(o.path, Type), o);
-}
-
-// `auto` and the names of some kinds.
-template <class F>
-std::vector<std::string> choices(F is_one) {
-  std::vector<std::string> names{kAuto};
-  for (const auto& kind : dataset_kinds())
-    if (is_one(kind)) names.push_back(kind.name);
-  return names;
 }
 
 struct Extension {
@@ -112,19 +102,11 @@ const std::vector<DatasetKind>& dataset_kinds() {
   return all;
 }
 
-std::vector<std::string> dataset_choices() {
-  return choices([](const DatasetKind&) { return true; });
-}
-std::vector<std::string> file_choices() {
-  return choices([](const DatasetKind& kind) { return kind.reads_file; });
-}
-std::vector<std::string> file_kinds() {
-  std::vector<std::string> names = file_choices();
-  std::erase(names, kAuto);
+std::vector<std::string> dataset_choices(std::optional<bool> reads_file) {
+  std::vector<std::string> names{kAuto};
+  for (const auto& kind : dataset_kinds())
+    if (kind.reads_file == reads_file.value_or(kind.reads_file)) names.push_back(kind.name);
   return names;
-}
-std::vector<std::string> choices_without_file() {
-  return choices([](const DatasetKind& kind) { return !kind.reads_file; });
 }
 
 std::string dataset_help() {
@@ -149,8 +131,10 @@ std::string resolved_kind(const std::string& kind, const std::string& path,
               "' is a folder; name a file, or turn its files into one: moesh tokenize");
   MOESH_CHECK(formats::exists(path), ErrorKind::config, "data: there is no file '", path,
               "'; name one that is there");
+  std::vector<std::string> kinds = dataset_choices(/*reads_file=*/true);
+  std::erase(kinds, kAuto);
   throw Error(ErrorKind::config, detail::concat("data: unknown file type: '", path, "'; set ",
-                                                kind_option, " to ", joined_by_or(file_kinds()),
+                                                kind_option, " to ", joined_by_or(kinds),
                                                 ", or turn it into tokens first: moesh tokenize"));
 }
 

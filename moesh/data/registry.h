@@ -2,6 +2,7 @@
 // The kinds of data that a configuration can ask for, by name.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,14 +49,8 @@ struct DatasetKind {
 };
 
 const std::vector<DatasetKind>& dataset_kinds();
-/// The values of data.kind: auto, and the kinds.
-std::vector<std::string> dataset_choices();
-/// The values of data.kind beside a path: auto, and the kinds that read a file.
-std::vector<std::string> file_choices();
-/// The kinds that read a file, by name.
-std::vector<std::string> file_kinds();
-/// The values of data.kind without a path.
-std::vector<std::string> choices_without_file();
+/// The values of data.kind: auto, and the kinds; or only those kinds that read a file, or do not.
+std::vector<std::string> dataset_choices(std::optional<bool> reads_file = {});
 /// "auto: jsonl for *.jsonl, text for *.txt".
 std::string dataset_help();
 

@@ -329,21 +329,14 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
     }
     output.finish(std::move(facts));
   }
-  const TokenOutput::WrittenState& state = output.state();
-  std::int64_t num_bytes = 0;
-  for (const TextFile& f : files) num_bytes += static_cast<std::int64_t>(f.size);
-  return {.num_documents = state.num_documents,
-          .num_tokens = state.num_tokens,
-          .num_empty = state.num_empty,
-          .num_skipped = state.num_skipped,
-          .has_mask = chats.has_value(),
-          .num_trained = state.num_trained,
-          .num_untrained = state.num_untrained,
-          .num_files = std::ssize(files),
-          .num_bytes = num_bytes,
-          .went_on_from = went_on_from,
-          .seconds = seconds_since(start),
-          .id_type = formats::to_string(type)};
+  TokenizeSummary summary{output.state()};
+  summary.has_mask = chats.has_value();
+  summary.num_files = std::ssize(files);
+  for (const TextFile& f : files) summary.num_bytes += static_cast<std::int64_t>(f.size);
+  summary.went_on_from = went_on_from;
+  summary.seconds = seconds_since(start);
+  summary.id_type = formats::to_string(type);
+  return summary;
 }
 
 void check_token_files(const std::string& prefix) {

@@ -31,13 +31,8 @@ struct TokenizeOptions {
   void validate() const;
 };
 
-struct TokenizeSummary {
-  std::int64_t num_documents = 0, num_tokens = 0;
-  std::int64_t num_empty = 0;      // documents without a token, which are left out
-  std::int64_t num_skipped = 0;    // lines that could not be read
-  bool has_mask = false;           // they are chats; then:
-  std::int64_t num_trained = 0;    // tokens that a model is to predict
-  std::int64_t num_untrained = 0;  // conversations without one, which are left out
+struct TokenizeSummary : TokenCounts {
+  bool has_mask = false;  // they are chats
   std::int64_t num_files = 0, num_bytes = 0;
   std::int64_t went_on_from = 0;  // documents that an earlier run had written
   double seconds = 0;

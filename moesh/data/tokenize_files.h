@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "moesh/formats/byte_source.h"
@@ -71,16 +72,22 @@ class TextReader {
 // and at the end PREFIX.mask, PREFIX.bin, PREFIX.idx and PREFIX.moesh.json, each renamed when it is
 // whole.
 
+struct TokenCounts {
+  std::int64_t num_documents = 0, num_tokens = 0;
+  std::int64_t num_empty = 0;      // documents without a token, which are left out
+  std::int64_t num_skipped = 0;    // lines that could not be read
+  std::int64_t num_trained = 0;    // of chats: tokens that a model is to predict
+  std::int64_t num_untrained = 0;  // conversations without one, which are left out
+};
+
 class TokenOutput {
  public:
   static constexpr std::uint64_t kNoLengths = 0xcbf29ce484222325;
   /// The part that is known to be written.
-  struct WrittenState {
+  struct WrittenState : TokenCounts {
     TextPlace place;
-    std::int64_t num_documents = 0, num_tokens = 0, num_empty = 0, num_skipped = 0;
-    std::int64_t num_trained = 0, num_untrained = 0;  // tokens; conversations that were left out
-    std::uint64_t lengths_hash = kNoLengths;          // of PREFIX.lengths
-    bool is_complete = false;                         // only names are left to change
+    std::uint64_t lengths_hash = kNoLengths;  // of PREFIX.lengths
+    bool is_complete = false;                 // only names are left to change
   };
 
   /// Continues the output of a run with the same `work` (a text with everything that matters).
@@ -107,6 +114,8 @@ class TokenOutput {
   void each_length(const std::function<void(std::span<const std::int32_t>)>& f) const;
   void check_lengths() const;
   void write_state();
+  /// Those of the state, as PREFIX.progress calls them.
+  std::vector<std::pair<const char*, std::int64_t*>> counts();
   formats::BlockSums write_index();
   void publish();
 

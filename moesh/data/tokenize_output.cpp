@@ -151,31 +151,25 @@ bool TokenOutput::read_state(bool skips_errors) {
               " belongs to a run that has skipped ", number("skipped"),
               " lines; continue with --on-error=skip, or remove ", prefix_,
               ".progress, .lengths and .bin.partial to begin again");
-  state_ = {.place = {number("file"), number("line")},
-            .num_documents = number("documents"),
-            .num_tokens = number("tokens"),
-            .num_empty = number("empty"),
-            .num_skipped = number("skipped"),
-            .num_trained = number("trained"),
-            .num_untrained = number("untrained"),
-            .lengths_hash = json.at("lengths_hash", path(kProgress)).as_size("lengths_hash"),
-            .is_complete = json.at("complete", path(kProgress)).as_bool("complete")};
+  for (const auto& [key, value] : counts()) *value = number(key);
+  state_.lengths_hash = json.at("lengths_hash", path(kProgress)).as_size("lengths_hash");
+  state_.is_complete = json.at("complete", path(kProgress)).as_bool("complete");
   return true;
 }
 
+std::vector<std::pair<const char*, std::int64_t*>> TokenOutput::counts() {
+  return {{"file", &state_.place.file},         {"line", &state_.place.line},
+          {"documents", &state_.num_documents}, {"tokens", &state_.num_tokens},
+          {"empty", &state_.num_empty},         {"skipped", &state_.num_skipped},
+          {"trained", &state_.num_trained},     {"untrained", &state_.num_untrained}};
+}
+
 void TokenOutput::write_state() {
-  replace_file(path(kProgress),
-               formats::to_json({formats::JsonObject{{"work", {work_}},
-                                                     {"file", {state_.place.file}},
-                                                     {"line", {state_.place.line}},
-                                                     {"documents", {state_.num_documents}},
-                                                     {"tokens", {state_.num_tokens}},
-                                                     {"empty", {state_.num_empty}},
-                                                     {"skipped", {state_.num_skipped}},
-                                                     {"trained", {state_.num_trained}},
-                                                     {"untrained", {state_.num_untrained}},
-                                                     {"lengths_hash", {state_.lengths_hash}},
-                                                     {"complete", {state_.is_complete}}}}));
+  formats::JsonObject json{{"work", {work_}}};
+  for (const auto& [key, value] : counts()) json.emplace_back(key, formats::JsonValue{*value});
+  json.emplace_back("lengths_hash", formats::JsonValue{state_.lengths_hash});
+  json.emplace_back("complete", formats::JsonValue{state_.is_complete});
+  replace_file(path(kProgress), formats::to_json({std::move(json)}));
 }
 
 void TokenOutput::add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths,

@@ -1,11 +1,9 @@
 #include "moesh/data/tokenize.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -21,31 +19,6 @@ namespace moesh::data {
 namespace {
 
 using formats::file_system;
-
-// Held by the process that makes the ids; the others wait.
-class TokenizeLock {
- public:
-  explicit TokenizeLock(const std::string& path)
-      : file_(file_system().open(path, O_RDWR | O_CREAT)) {
-    if (file_ < 0) formats::fail_at(path, "open", errno);
-    for (bool is_told = false; file_system().lock(file_) != 0; is_told = true) {
-      const int code = errno;
-      if (code != EAGAIN && code != EACCES) {
-        log_warn("'", path, "' cannot be locked: ", std::strerror(code),
-                 "; make sure that no other run makes the same tokens now");
-        return;
-      }
-      if (!is_told) log_info("another process makes the tokens of '", path, "': waiting for it");
-      std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    }
-  }
-  ~TokenizeLock() { file_system().close(file_); }
-  TokenizeLock(const TokenizeLock&) = delete;
-  TokenizeLock& operator=(const TokenizeLock&) = delete;
-
- private:
-  int file_;
-};
 
 // A name that another text, tokenizer or ending does not have.
 std::string name_of(const TokenizedText& text, const std::string& tokenizer_json,
@@ -77,7 +50,14 @@ formats::TokenFile open_tokenized(const TokenizedText& text) {
   std::filesystem::create_directories(text.folder);
   const std::string prefix =
       (std::filesystem::path(text.folder) / name_of(text, json, end_of_document)).string();
-  const TokenizeLock turn(prefix + ".lock");
+  // Held by the process that makes the ids; the others wait.
+  using formats::OutputFile;
+  const std::string lock = prefix + ".lock";
+  OutputFile turn(lock, OutputFile::Mode::open_or_create);
+  for (bool is_told = false; !turn.lock(); is_told = true) {
+    if (!is_told) log_info("another process makes the tokens of '", lock, "': waiting for it");
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
   if (!formats::exists(prefix + ".moesh.json")) {
     log_info("making tokens of ", text.path, " in ", prefix, ".bin");
     const auto made = tokenize({.tokenizer = text.tokenizer,

@@ -64,6 +64,14 @@ struct DiskTable {
   void validate() const;
 };
 
+/// What LoRA adds to a parameter: scale times b times a, which are parameters, [out, r] and [r,
+/// in], or [E, out, r] and [E, r, in].
+struct LoraTerm {
+  std::string a, b;
+  double scale = 1;
+  std::optional<std::int64_t> half = {};  // w1 is 0 and w3 is 1 of a b [E, 2, F, r]
+};
+
 /// Routed experts one by one, or all of a layer in one tensor.
 enum class ExpertLayout { per_expert, stacked };
 inline constexpr ExpertLayout kExpertLayouts[] = {ExpertLayout::per_expert, ExpertLayout::stacked};

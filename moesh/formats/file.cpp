@@ -205,7 +205,7 @@ OutputFile::OutputFile(const std::filesystem::path& path, Mode mode, std::string
                     : mode == Mode::open_or_create ? O_WRONLY | O_CREAT
                                                    : O_WRONLY;
   descriptor_ = file_system().open(path, flags);
-  if (descriptor_ < 0) fail_to(mode == Mode::open ? "open" : "create", path_, errno, cure_);
+  if (descriptor_ < 0) fail_to(mode == Mode::create ? "create" : "open", path_, errno, cure_);
 }
 
 OutputFile::~OutputFile() { file_system().close(descriptor_); }

@@ -71,11 +71,13 @@ class InputFile {
 
 // Files that are written by range, with errors that name the file, what failed and why.
 
+inline constexpr const char* kRoomCure = "choose a folder that can be written and has room";
+
 class OutputFile {
  public:
   enum class Mode { create, open, open_or_create };
   /// `cure` is what errors (storage) advise.
-  OutputFile(const std::filesystem::path& path, Mode mode, std::string cure);
+  OutputFile(const std::filesystem::path& path, Mode mode, std::string cure = kRoomCure);
   ~OutputFile();
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
@@ -109,6 +111,6 @@ class OutputFile {
 /// Throws Error (storage): what cannot be written is never damage, the disk or its rights are in
 /// the way.
 [[noreturn]] void fail_to(const char* what, const std::filesystem::path& path, int code,
-                          const std::string& cure);
+                          const std::string& cure = kRoomCure);
 
 }  // namespace moesh::formats

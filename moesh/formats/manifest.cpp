@@ -140,6 +140,11 @@ Manifest read_manifest(const std::string& folder) {
   return parse_manifest(file.read_all(JsonLimits().max_bytes), file.path().string());
 }
 
+std::optional<Manifest> find_manifest(const std::filesystem::path& folder) {
+  return formats::exists(folder / kManifestFile) ? std::optional(read_manifest(folder.string()))
+                                                 : std::nullopt;
+}
+
 ManifestFile hash_file(const std::string& folder, const std::string& name,
                        const BlockSums& written) {
   const InputFile input = open_in(folder, name);

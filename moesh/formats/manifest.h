@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -47,6 +49,8 @@ std::string write_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& name);
 /// The manifest of a checkpoint's folder.
 Manifest read_manifest(const std::string& folder);
+/// The same; nothing where the folder has none.
+std::optional<Manifest> find_manifest(const std::filesystem::path& folder);
 
 /// Size and checksums of a file that was written: `name` in `folder`. It is read back, and throws
 /// Error (storage) unless its bytes are those of which `written` has the sums.

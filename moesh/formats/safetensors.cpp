@@ -154,14 +154,6 @@ SafetensorsHeader read_header(const InputFile& file) {
   }
 }
 
-void append_list(std::string& text, const auto& numbers) {
-  for (bool comma = false; const auto number : numbers) {
-    if (comma) text += ',';
-    comma = true;
-    text += std::to_string(number);
-  }
-}
-
 }  // namespace
 
 std::string_view name_of(Dtype dtype) { return row_of(dtype).name; }
@@ -241,16 +233,11 @@ std::string write_safetensors_header(std::vector<TensorInfo>& tensors,
     return row_of(a->dtype).bits > row_of(b->dtype).bits;
   });
 
-  std::string text(kLengthBytes, '\0');
-  text += '{';
+  JsonObject entries;
   if (!metadata.empty()) {
-    text += json_quoted(kMetadata) + ":{";
-    for (bool comma = false; const auto& [key, value] : metadata) {
-      if (comma) text += ',';
-      comma = true;
-      text += json_quoted(key) + ':' + json_quoted(value);
-    }
-    text += '}';
+    JsonObject all;
+    for (const auto& [key, value] : metadata) all.emplace_back(key, JsonValue{value});
+    entries.emplace_back(kMetadata, JsonValue{std::move(all)});
   }
   std::uint64_t reached = 0;
   for (TensorInfo* tensor : in_file) {
@@ -259,15 +246,15 @@ std::string write_safetensors_header(std::vector<TensorInfo>& tensors,
     MOESH_CHECK(!__builtin_add_overflow(reached, bytes, &reached), ErrorKind::data,
                 "the tensors have more than 2^64 bytes together");
     tensor->end = reached;
-    if (text.back() != '{') text += ',';
-    text += json_quoted(tensor->name) + ":{\"dtype\":\"" + std::string(name_of(tensor->dtype)) +
-            "\",\"shape\":[";
-    append_list(text, tensor->shape);
-    text += "],\"data_offsets\":[";
-    append_list(text, std::array{tensor->begin, tensor->end});
-    text += "]}";
+    entries.emplace_back(
+        tensor->name,
+        JsonValue{JsonObject{
+            {"dtype", {std::string(name_of(tensor->dtype))}},
+            {"shape", {JsonList(tensor->shape.begin(), tensor->shape.end())}},
+            {"data_offsets", {JsonList{JsonValue{tensor->begin}, JsonValue{tensor->end}}}}}});
   }
-  text += '}';
+  std::string text = std::string(kLengthBytes, '\0') + to_json_line({std::move(entries)});
+  text.pop_back();  // its end of a line
   text.resize((text.size() + 7) / 8 * 8,
               ' ');  // the length before it has eight bytes, so the data is aligned too
   const std::uint64_t length = text.size() - kLengthBytes;

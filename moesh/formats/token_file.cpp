@@ -26,10 +26,24 @@ static_assert(std::endian::native == std::endian::little, "the files are little-
 constexpr std::string_view kMagic("MMIDIDX\0\0", 9);
 constexpr std::size_t kHeaderBytes = 9 + 8 + 1 + 8 + 8;
 
-// The codes of Megatron's .idx.
-constexpr std::pair<int, IdType> kCodes[] = {{1, IdType::uint8}, {2, IdType::int8},
-                                             {3, IdType::int16}, {4, IdType::int32},
-                                             {5, IdType::int64}, {8, IdType::uint16}};
+struct IdTypeRow {
+  const char* name;
+  std::string_view npy;  // as the header of an .npy has it
+  int code;              // in Megatron's .idx; 0: an index has no such ids
+};
+// In the order of the enumeration.
+constexpr IdTypeRow kIdTypes[] = {{"uint8", "|u1", 1},  {"int8", "|i1", 2},  {"int16", "<i2", 3},
+                                  {"uint16", "<u2", 8}, {"int32", "<i4", 4}, {"uint32", "<u4", 0},
+                                  {"int64", "<i8", 5},  {"uint64", "<u8", 0}};
+const IdTypeRow& row_of(IdType type) { return kIdTypes[static_cast<std::size_t>(type)]; }
+
+// The type of which this is said.
+template <class T, class Value>
+std::optional<IdType> find_type(T IdTypeRow::* what, const Value& value) {
+  const auto* found = std::ranges::find(kIdTypes, value, what);
+  return found == std::end(kIdTypes) ? std::nullopt
+                                     : std::optional(static_cast<IdType>(found - kIdTypes));
+}
 
 template <class T>
 T load(std::string_view bytes, std::size_t index) {
@@ -74,11 +88,7 @@ std::size_t size_of(IdType type) {
   return with_type(type, [](auto value) { return sizeof(value); });
 }
 
-const char* to_string(IdType type) {
-  constexpr const char* kNames[] = {"uint8", "int8",   "int16", "uint16",
-                                    "int32", "uint32", "int64", "uint64"};
-  return kNames[static_cast<int>(type)];
-}
+const char* to_string(IdType type) { return row_of(type).name; }
 
 MappedFile::MappedFile(const std::string& path) {
   const std::uint64_t size = InputFile(path).size();  // refuses what is not a regular file
@@ -113,11 +123,10 @@ TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
   const auto version = load<std::uint64_t>(bytes.substr(9), 0);
   MOESH_CHECK(version == 1, ErrorKind::data, name, " has version ", version, "; moesh reads 1");
   const int code = static_cast<unsigned char>(bytes[17]);
-  const auto known = std::find_if(std::begin(kCodes), std::end(kCodes),
-                                  [&](const auto& entry) { return entry.first == code; });
-  MOESH_CHECK(known != std::end(kCodes), ErrorKind::data, name, " has ids of type ", code,
+  const auto type = code == 0 ? std::nullopt : find_type(&IdTypeRow::code, code);
+  MOESH_CHECK(type, ErrorKind::data, name, " has ids of type ", code,
               ", which is not an integer of Megatron (1 to 5, 8)");
-  TokenIndex index{.type = known->second};
+  TokenIndex index{.type = *type};
   const auto sequences = load<std::uint64_t>(bytes.substr(18), 0);
   const auto documents = load<std::uint64_t>(bytes.substr(26), 0);
   const std::uint64_t rest = bytes.size() - kHeaderBytes;
@@ -163,12 +172,11 @@ TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
 
 std::string token_index_header(IdType type, std::int64_t num_sequences,
                                std::int64_t num_documents) {
-  const auto known = std::find_if(std::begin(kCodes), std::end(kCodes),
-                                  [&](const auto& entry) { return entry.second == type; });
-  MOESH_CHECK(known != std::end(kCodes), "an index has no ids of type ", to_string(type));
+  const int code = row_of(type).code;
+  MOESH_CHECK(code != 0, "an index has no ids of type ", to_string(type));
   std::string bytes(kMagic);
   append(bytes, std::uint64_t{1});
-  append(bytes, static_cast<std::uint8_t>(known->first));
+  append(bytes, static_cast<std::uint8_t>(code));
   append(bytes, static_cast<std::uint64_t>(num_sequences));
   append(bytes, static_cast<std::uint64_t>(num_documents + 1));
   return bytes;
@@ -176,10 +184,6 @@ std::string token_index_header(IdType type, std::int64_t num_sequences,
 
 namespace {
 
-constexpr std::pair<std::string_view, IdType> kNpyTypes[] = {
-    {"|u1", IdType::uint8},  {"|i1", IdType::int8},  {"<i2", IdType::int16},
-    {"<u2", IdType::uint16}, {"<i4", IdType::int32}, {"<u4", IdType::uint32},
-    {"<i8", IdType::int64},  {"<u8", IdType::uint64}};
 constexpr std::string_view kNpyMagic = "\x93NUMPY";
 
 // "(2, 56, 3)", "(3,)", "()": a tuple of Python; nothing if it is not one, or has more than NumPy's
@@ -238,18 +242,17 @@ NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
     if (text.empty() || (text[0] != '\'' && text[0] != '"')) return std::string_view();
     return text.substr(1, text.find(text[0], 1) - 1);
   };
-  const std::string_view type = quoted(value_behind(header, "'descr':"));
-  const auto known = std::find_if(std::begin(kNpyTypes), std::end(kNpyTypes),
-                                  [&](const auto& entry) { return entry.first == type; });
-  MOESH_CHECK(known != std::end(kNpyTypes), ErrorKind::data, name, " has values of type ",
-              shown(type), "; it takes integers, little-endian: numpy.asarray(ids, '<i4')");
+  const std::string_view descr = quoted(value_behind(header, "'descr':"));
+  const auto type = find_type(&IdTypeRow::npy, descr);
+  MOESH_CHECK(type, ErrorKind::data, name, " has values of type ", shown(descr),
+              "; it takes integers, little-endian: numpy.asarray(ids, '<i4')");
   const auto sizes = parse_shape(value_behind(header, "'shape':"));
   MOESH_CHECK(sizes, ErrorKind::data, name, " has no shape in its header: it is damaged");
   MOESH_CHECK(sizes->size() < 2 || !value_behind(header, "'fortran_order':").starts_with("True"),
               ErrorKind::data, name,
               " has its first dimension innermost; save numpy.ascontiguousarray of it");
   // Sizes that fit into a file cannot overflow their product.
-  const std::size_t item = size_of(known->second), num_bytes = bytes.size() - start;
+  const std::size_t item = size_of(*type), num_bytes = bytes.size() - start;
   std::uint64_t count = 1;
   for (const std::int64_t n : *sizes)
     count = n != 0 && count > num_bytes / static_cast<std::uint64_t>(n)
@@ -258,14 +261,12 @@ NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
   MOESH_CHECK(num_bytes % item == 0 && num_bytes / item == count, ErrorKind::data, name, " has ",
               num_bytes, " bytes of values, and its header says ", shape_text(*sizes), " of ", item,
               " bytes: it is cut off, or damaged");
-  return {known->second, *sizes, start};
+  return {*type, *sizes, start};
 }
 
 std::string npy_header(IdType type, std::span<const std::int64_t> sizes) {
-  const auto known = std::find_if(std::begin(kNpyTypes), std::end(kNpyTypes),
-                                  [&](const auto& entry) { return entry.second == type; });
   std::string text =
-      detail::concat("{'descr': '", known->first,
+      detail::concat("{'descr': '", row_of(type).npy,
                      "', 'fortran_order': False, 'shape': ", shape_text(sizes), ", }");
   // With the ten bytes before the text and the end of its line, a multiple of 64.
   constexpr std::size_t kBefore = 10, kMultiple = 64;

@@ -70,7 +70,7 @@ bool is_found_as_parameter(const AnyConfig& config, const std::string& name) {
   static const std::set<std::string> renamed{"deepseek_v3", "glm4_moe",  "glm4_moe_lite",
                                              "olmoe",       "qwen3_moe", "qwen3_next"};
   const bool is_renamed =
-      renamed.contains(std::visit([](const auto& c) { return c.kModelType; }, config));
+      renamed.contains(std::visit([](const auto& c) { return c.kNames.model_type; }, config));
   const std::string last = last_parts(name, 1);
   return is_renamed && (last == "gate_proj" || last == "up_proj" || last == "down_proj");
 }
@@ -294,21 +294,23 @@ formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora) {
   return table;
 }
 
-std::vector<AddedTo> added_to(const AnyConfig& config, const Lora& lora) {
-  std::vector<AddedTo> all;
+std::map<std::string, formats::LoraTerm> added_to(const AnyConfig& config, const Lora& lora) {
+  std::map<std::string, formats::LoraTerm> all;
   shapes(config, lora)->each_param([&](Stored& w, bool) {
     if (!w.spec.name.ends_with(nn::kLoraA)) return;
     const std::string name = without_end(w.spec.name, nn::kLoraA);
-    AddedTo added{.param = name + ".weight",
-                  .a = w.spec.name,
-                  .b = name + nn::kLoraB,
-                  .scale = lora.scale(lora.targets.at(library_name(config, name)))};
-    if (!is_of_experts(name)) return all.push_back(added);
+    formats::LoraTerm term{.a = w.spec.name,
+                           .b = name + nn::kLoraB,
+                           .scale = lora.scale(lora.targets.at(library_name(config, name)))};
+    if (!is_of_experts(name)) {
+      all[name + ".weight"] = term;
+      return;
+    }
     const bool is_gate_up = name.ends_with(kGateUp);
     const std::string experts = without_end(name, is_gate_up ? kGateUp : kDown) + ".experts";
+    if (!is_gate_up) all[experts + ".w2"] = term;
     for (const auto& [part, half] : {std::pair{".w1", 0}, std::pair{".w3", 1}})
-      if (is_gate_up) added.param = experts + part, added.half = half, all.push_back(added);
-    if (!is_gate_up) added.param = experts + ".w2", all.push_back(added);
+      if (is_gate_up) term.half = half, all[experts + part] = term;
   });
   return all;
 }

@@ -56,14 +56,8 @@ Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder);
 
 /// A and B by the names that PEFT gives them.
 formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora);
-/// The term that is added to a parameter of the model: scale times its b times its a, which are
-/// parameters.
-struct AddedTo {
-  std::string param, a, b;
-  double scale = 1;
-  std::optional<std::int64_t> half = {};  // w1 is 0 and w3 is 1 of a b [E, 2, F, r]
-};
-std::vector<AddedTo> added_to(const AnyConfig& config, const Lora& lora);
+/// The terms that are added to parameters of the model, by their names.
+std::map<std::string, formats::LoraTerm> added_to(const AnyConfig& config, const Lora& lora);
 /// adapter_config.json, with which PEFT finds the same weights. `base` is the model's folder.
 std::string adapter_config_json(const AnyConfig& config, const Lora& lora, const std::string& base);
 

@@ -2,11 +2,31 @@
 
 #include <algorithm>
 
+#include "moesh/models/decoder.h"
+
 namespace moesh::models {
 
 ModelKeys joined(ModelKeys keys, const ModelKeys& more) {
   keys.insert(keys.end(), more.begin(), more.end());
   return keys;
+}
+
+std::optional<BrokenRule> normed_alone(const NamedSizes& widths) {
+  for (const auto& [name, width] : widths)
+    if (width == 1)
+      return BrokenRule{{name},
+                        detail::concat(", and the norm of one number is only its sign; set model.",
+                                       name, " to 2 or more")};
+  return std::nullopt;
+}
+
+std::optional<BrokenRule> not_in_pairs(const NamedSizes& widths) {
+  for (const auto& [name, width] : widths)
+    if (width % 2 != 0)
+      return BrokenRule{{name},
+                        detail::concat(", and features are rotated in pairs; set model.", name,
+                                       " to ", width + 1, " or another even number")};
+  return std::nullopt;
 }
 
 ModelKeys DecoderConfig::keys() {
@@ -37,9 +57,7 @@ ModelFacts DecoderConfig::facts() const {
 }
 
 std::optional<BrokenRule> DecoderConfig::broken_rule() const {
-  if (dim == 1)
-    return BrokenRule{{"dim"},
-                      ", and the norm of one number is only its sign; set model.dim to 2 or more"};
+  if (auto broken = normed_alone({{"dim", dim}})) return broken;
   if (top_k > num_experts)
     return BrokenRule{{"top_k", "num_experts"},
                       detail::concat("; set model.top_k to ", num_experts, " or less")};
@@ -83,10 +101,7 @@ std::optional<BrokenRule> GroupedDecoderConfig::broken_rule() const {
         {"num_kv_heads", "num_heads"},
         detail::concat(", which is not divisible by it; set model.num_kv_heads to one of ",
                        divisors(num_heads))};
-  if (head_dim % 2 != 0)
-    return BrokenRule{{"head_dim"},
-                      detail::concat(", and features are rotated in pairs; set model.head_dim to ",
-                                     head_dim + 1, " or another even number")};
+  if (auto broken = not_in_pairs({{"head_dim", head_dim}})) return broken;
   if (rotary_dim > head_dim || rotary_dim % 2 != 0)
     return BrokenRule{
         {"rotary_dim", "head_dim"},
@@ -108,6 +123,19 @@ nn::GroupedAttentionConfig GroupedDecoderConfig::attention() const {
                                .window = window};
   c.rope->dim = rotary_dim > 0 ? rotary_dim : head_dim;
   return c;
+}
+
+DecoderPlan grouped_plan(
+    const GroupedDecoderConfig& config,
+    const std::function<void(nn::GroupedAttentionConfig&, std::int64_t)>& change) {
+  DecoderPlan plan{.config = config};
+  plan.attention = [c = config.attention(), change](std::int64_t layer, const std::string& name,
+                                                    const nn::ModuleOptions& o) {
+    nn::GroupedAttentionConfig of_layer = c;
+    if (change) change(of_layer, layer);
+    return std::make_unique<nn::GroupedAttention>(of_layer, name, o);
+  };
+  return plan;
 }
 
 }  // namespace moesh::models

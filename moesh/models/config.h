@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -49,11 +50,21 @@ struct ModelFacts {
   bool takes_cp() const { return num_key_heads == 0; }
 };
 
+/// The names of a model: --model NAME, and in config.json.
+struct ModelNames {
+  const char *name, *model_type, *architecture;
+};
+
 /// A broken rule of a model's configuration.
 struct BrokenRule {
   std::vector<std::string> keys;  // those that it is about, the one to change first
   std::string cure;               // after their values: "; set model.top_k to 8 or less"
 };
+using NamedSizes = std::vector<std::pair<std::string, std::int64_t>>;
+/// The first of these that breaks a rule: a norm of one number is only its sign, of which nothing
+/// is learned; and features are rotated in pairs.
+std::optional<BrokenRule> normed_alone(const NamedSizes& widths);
+std::optional<BrokenRule> not_in_pairs(const NamedSizes& widths);
 
 /// The configuration of every decoder, with the values of the tiny size. A model adds to keys(),
 /// facts() and broken_rule(), and defines plan() (decoder.h) and the fields() of its config.json
@@ -113,8 +124,8 @@ Config built_in(const std::string& size) {
     if (b.size == size) return b.config;
     sizes += (sizes.empty() ? "" : ", ") + b.size;
   }
-  throw Error(ErrorKind::config,
-              detail::concat(Config::kName, " has no size '", size, "'; it comes as ", sizes));
+  throw Error(ErrorKind::config, detail::concat(Config::kNames.name, " has no size '", size,
+                                                "'; it comes as ", sizes));
 }
 
 }  // namespace moesh::models

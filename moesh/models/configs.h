@@ -31,9 +31,7 @@ struct DeepseekMoe {
 /// DeepSeek-V3: multi-head latent attention (MLA), and the mixture above. Kimi K2 and
 /// Moonlight are the same model in other sizes.
 struct DeepseekV3Config : DecoderConfig, DeepseekMoe {
-  static constexpr const char* kName = "deepseek_v3";
-  static constexpr const char *kModelType = "deepseek_v3",
-                              *kArchitecture = "DeepseekV3ForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM"};
 
   std::int64_t q_lora_rank = 0, kv_lora_rank = 16, qk_nope_dim = 8, qk_rope_dim = 4, v_dim = 8;
 
@@ -52,9 +50,7 @@ struct DeepseekV3Config : DecoderConfig, DeepseekMoe {
 /// a norm on every head of q and k, and the mixture of DeepSeek-V3.
 /// `attention_bias` is that of q, k and v.
 struct Glm4MoeConfig : GroupedDecoderConfig, DeepseekMoe {
-  static constexpr const char* kName = "glm4_moe";
-  static constexpr const char *kModelType = "glm4_moe",
-                              *kArchitecture = "Glm4MoeForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"glm4_moe", "glm4_moe", "Glm4MoeForCausalLM"};
 
   Glm4MoeConfig() { norm_eps = 1e-5, balance_loss = 0, rotary_dim = 4; }
 
@@ -72,9 +68,7 @@ struct Glm4MoeConfig : GroupedDecoderConfig, DeepseekMoe {
 
 /// GLM-4.7-Flash: DeepSeek-V3 in another size, with a config.json of its own.
 struct Glm4MoeLiteConfig : DeepseekV3Config {
-  static constexpr const char* kName = "glm4_moe_lite";
-  static constexpr const char *kModelType = "glm4_moe_lite",
-                              *kArchitecture = "Glm4MoeLiteForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"glm4_moe_lite", "glm4_moe_lite", "Glm4MoeLiteForCausalLM"};
 
   Glm4MoeLiteConfig() { norm_eps = 1e-5, rope.interleaved = true; }
 
@@ -86,9 +80,7 @@ struct Glm4MoeLiteConfig : DeepseekV3Config {
 /// Mixtral: grouped-query attention, every layer a mixture of few large experts, softmax over all
 /// of them and normalised over the chosen.
 struct MixtralConfig : GroupedDecoderConfig {
-  static constexpr const char* kName = "mixtral";
-  static constexpr const char *kModelType = "mixtral",
-                              *kArchitecture = "MixtralForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"mixtral", "mixtral", "MixtralForCausalLM"};
 
   /// "tiny", "debug", "8x7b", "8x22b".
   static std::vector<BuiltIn<MixtralConfig>> built_in();
@@ -97,18 +89,27 @@ struct MixtralConfig : GroupedDecoderConfig {
   void fields(ConfigJson& json);
 };
 
-/// Qwen2-MoE and Qwen1.5-MoE: grouped-query attention with biases on q, k and v, softmax routing,
-/// and a shared expert behind a sigmoid gate of its own.
-struct Qwen2MoeConfig : GroupedDecoderConfig {  // `attention_bias` is that of q, k and v
-  static constexpr const char* kName = "qwen2_moe";
-  static constexpr const char *kModelType = "qwen2_moe",
-                              *kArchitecture = "Qwen2MoeForCausalLM";  // in config.json
-
+/// Parts that both generations of Qwen's mixtures have: grouped-query attention, softmax routing,
+/// and layers that are not mixtures.
+struct QwenMoeConfig : GroupedDecoderConfig {
   std::int64_t ffn = 48;                           // of the layers that are not mixtures
-  std::int64_t shared_ffn = 40;                    // of the shared expert
   std::int64_t sparse_step = 1;                    // layer i is a mixture if i + 1 divides by it,
   std::vector<std::int64_t> mlp_only_layers = {};  // and it is not among these
-  bool normalize = false;                          // weights of a token add up to one
+  bool normalize = true;                           // weights of a token add up to one
+
+  ModelKeys keys();
+  /// Adds router and dense layers.
+  void add_to(DecoderPlan& plan) const;
+};
+
+/// Qwen2-MoE and Qwen1.5-MoE: biases on q, k and v, and a shared expert behind a sigmoid gate of
+/// its own.
+struct Qwen2MoeConfig : QwenMoeConfig {  // `attention_bias` is that of q, k and v
+  static constexpr ModelNames kNames{"qwen2_moe", "qwen2_moe", "Qwen2MoeForCausalLM"};
+
+  Qwen2MoeConfig() { normalize = false; }
+
+  std::int64_t shared_ffn = 40;  // of the shared expert
 
   /// "tiny", "debug", "a2.7b" (Qwen1.5-MoE), "57b-a14b" (Qwen2).
   static std::vector<BuiltIn<Qwen2MoeConfig>> built_in();
@@ -118,22 +119,13 @@ struct Qwen2MoeConfig : GroupedDecoderConfig {  // `attention_bias` is that of q
   void fields(ConfigJson& json);
 };
 
-/// Qwen3-MoE: grouped-query attention with a norm on every head of q and k, softmax routing, no
-/// shared expert.
-struct Qwen3MoeConfig : GroupedDecoderConfig {
-  static constexpr const char* kName = "qwen3_moe";
-  static constexpr const char *kModelType = "qwen3_moe",
-                              *kArchitecture = "Qwen3MoeForCausalLM";  // in config.json
-
-  std::int64_t ffn = 48;                           // of the layers that are not mixtures
-  std::int64_t sparse_step = 1;                    // layer i is a mixture if i + 1 divides by it,
-  std::vector<std::int64_t> mlp_only_layers = {};  // and it is not among these
-  bool normalize = true;                           // weights of a token add up to one
+/// Qwen3-MoE: a norm on every head of q and k, no shared expert.
+struct Qwen3MoeConfig : QwenMoeConfig {
+  static constexpr ModelNames kNames{"qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM"};
 
   /// "tiny", "debug", "30b-a3b", "235b-a22b".
   static std::vector<BuiltIn<Qwen3MoeConfig>> built_in();
 
-  ModelKeys keys();
   DecoderPlan plan() const;
   void fields(ConfigJson& json);
 };
@@ -143,9 +135,7 @@ struct Qwen3MoeConfig : GroupedDecoderConfig {
 struct Qwen3NextConfig : Qwen2MoeConfig {
   Qwen3NextConfig() { normalize = true, rotary_dim = 2; }
 
-  static constexpr const char* kName = "qwen3_next";
-  static constexpr const char *kModelType = "qwen3_next",
-                              *kArchitecture = "Qwen3NextForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"qwen3_next", "qwen3_next", "Qwen3NextForCausalLM"};
 
   std::int64_t num_key_heads = 4, num_value_heads = 8;  // of Gated DeltaNet
   std::int64_t key_dim = 8, value_dim = 4;              // of a head
@@ -169,9 +159,7 @@ struct Qwen3NextConfig : Qwen2MoeConfig {
 /// OLMoE: grouped-query attention with one norm over all heads of q, and one over those of k;
 /// softmax routing, no shared expert.
 struct OlmoeConfig : GroupedDecoderConfig {
-  static constexpr const char* kName = "olmoe";
-  static constexpr const char *kModelType = "olmoe",
-                              *kArchitecture = "OlmoeForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"olmoe", "olmoe", "OlmoeForCausalLM"};
 
   OlmoeConfig() { norm_eps = 1e-5, balance_loss = 0.01; }
 
@@ -190,9 +178,7 @@ struct OlmoeConfig : GroupedDecoderConfig {
 /// one. Most layers rotate and see their own chunk; every so often one has no positions and sees
 /// all, with queries that grow.
 struct Llama4Config : GroupedDecoderConfig {
-  static constexpr const char* kName = "llama4";
-  static constexpr const char *kModelType = "llama4_text",
-                              *kArchitecture = "Llama4ForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"llama4", "llama4_text", "Llama4ForCausalLM"};
 
   std::int64_t ffn = 48;      // of the layers that are not mixtures
   std::int64_t moe_step = 1;  // one of this many layers is a mixture,
@@ -218,9 +204,7 @@ struct Llama4Config : GroupedDecoderConfig {
 /// GPT-OSS: attention with sinks and biases, every other layer in a sliding window; clamped SwiGLU
 /// experts with biases; softmax over the chosen logits.
 struct GptOssConfig : GroupedDecoderConfig {  // `window` is that of the even layers
-  static constexpr const char* kName = "gpt_oss";
-  static constexpr const char *kModelType = "gpt_oss",
-                              *kArchitecture = "GptOssForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"gpt_oss", "gpt_oss", "GptOssForCausalLM"};
 
   /// "tiny", "debug", "20b", "120b".
   static std::vector<BuiltIn<GptOssConfig>> built_in();
@@ -232,9 +216,7 @@ struct GptOssConfig : GroupedDecoderConfig {  // `window` is that of the even la
 /// MiniMax-M2: grouped-query attention that rotates half of each head, with one norm over all heads
 /// of q and one over those of k; sigmoid routing with an expert bias, no shared expert.
 struct MinimaxM2Config : GroupedDecoderConfig {
-  static constexpr const char* kName = "minimax_m2";
-  static constexpr const char *kModelType = "minimax_m2",
-                              *kArchitecture = "MiniMaxM2ForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"minimax_m2", "minimax_m2", "MiniMaxM2ForCausalLM"};
 
   MinimaxM2Config() { rope.theta = 5e6, rotary_dim = 4; }
 
@@ -250,9 +232,7 @@ struct MinimaxM2Config : GroupedDecoderConfig {
 /// Granite MoE: grouped-query attention and small experts, softmax over the chosen logits. Factors
 /// on the embedding, the scores of attention, what blocks add to the stream, and the logits.
 struct GraniteMoeConfig : GroupedDecoderConfig {
-  static constexpr const char* kName = "granitemoe";
-  static constexpr const char *kModelType = "granitemoe",
-                              *kArchitecture = "GraniteMoeForCausalLM";  // in config.json
+  static constexpr ModelNames kNames{"granitemoe", "granitemoe", "GraniteMoeForCausalLM"};
 
   double embedding_multiplier = 1, attention_multiplier = 1, residual_multiplier = 1;
   double logits_scaling = 1;  // logits are divided by it

@@ -48,13 +48,13 @@ class Mla final : public nn::Attention {
     options_.scale = std::pow(static_cast<double>(qk), -0.5) * rope_.attention_factor();
     if (c.q_lora_rank > 0) {
       q_a_ = nn::uncut(name + ".q_a_proj", c.q_lora_rank, c.dim, o);
-      q_norm_.emplace(name + ".q_a_layernorm", c.q_lora_rank, 1e-6, o.dtype, o.device);
+      q_norm_.emplace(name + ".q_a_layernorm", c.q_lora_rank, 1e-6, o);
       q_ = nn::column(name + ".q_b_proj", num_heads_ * qk, c.q_lora_rank, o);
     } else {
       q_ = nn::column(name + ".q_proj", num_heads_ * qk, c.dim, o);
     }
     kv_a_ = nn::uncut(name + ".kv_a_proj_with_mqa", latent_ + rope_dim_, c.dim, o);
-    kv_norm_ = nn::RmsNorm(name + ".kv_a_layernorm", latent_, 1e-6, o.dtype, o.device);
+    kv_norm_ = nn::RmsNorm(name + ".kv_a_layernorm", latent_, 1e-6, o);
     // Each cp rank has a part of the gradient of the keys and values that it sees.
     kv_b_ =
         nn::column(name + ".kv_b_proj", num_heads_ * (nope_ + v_dim_), latent_, o.without_float8());
@@ -161,19 +161,10 @@ ModelFacts DeepseekV3Config::facts() const {
 }
 
 std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
-  if (qk_rope_dim % 2 != 0)
-    return BrokenRule{
-        {"qk_rope_dim"},
-        detail::concat(", and features are rotated in pairs; set model.qk_rope_dim to ",
-                       qk_rope_dim + 1, " or another even number")};
+  if (auto broken = not_in_pairs({{"qk_rope_dim", qk_rope_dim}})) return broken;
+  if (auto broken = normed_alone({{"q_lora_rank", q_lora_rank}, {"kv_lora_rank", kv_lora_rank}}))
+    return broken;
   // Before the groups: what a wrong top_k is told must not be undone by the number of experts.
-  // Nothing is learned through a norm of one number, which is its sign.
-  for (const auto& [name, rank] :
-       {std::pair{"q_lora_rank", q_lora_rank}, {"kv_lora_rank", kv_lora_rank}})
-    if (rank == 1)
-      return BrokenRule{{name},
-                        detail::concat(", and the norm of one number is only its sign; set model.",
-                                       name, " to 2 or more")};
   if (const auto broken = DecoderConfig::broken_rule()) return broken;
   return broken_moe_rule(*this);
 }

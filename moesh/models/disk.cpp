@@ -117,7 +117,7 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
     } else if (name.ends_with(".w1")) {  // the layer's other parameters come with it
       const LayerExperts experts{
           .name = without_last(name), .E = shape[0], .F = shape[1], .D = shape[2]};
-      for (auto& t : tensors(c, experts, layout)) table.tensors.push_back(std::move(t));
+      for (auto& t : plan.experts_on_disk(experts, layout)) table.tensors.push_back(std::move(t));
     }
   });
   if (layout == ExpertLayout::stacked)
@@ -134,8 +134,8 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
 template <class Config>
 std::string json_of(const Config& c, formats::Dtype dtype) {
   ConfigJson json;
-  json.write("architectures", {JsonList{{Config::kArchitecture}}});
-  json.write("model_type", {Config::kModelType});
+  json.write("architectures", {JsonList{{Config::kNames.architecture}}});
+  json.write("model_type", {Config::kNames.model_type});
   json.write("dtype", {formats::torch_name(dtype)});
   Config(c).fields(json);
   return formats::to_json({std::move(json.written())});
@@ -204,12 +204,12 @@ AnyConfig config_of(const std::string& config_json, const std::string& name) {
   try {
     std::string type = json.at("model_type", "it").as_text("model_type");
     // Kimi K2 is DeepSeek-V3 by another name, and its fields have the names that they have there.
-    if (type == "kimi_k2") type = DeepseekV3Config::kModelType;
+    if (type == "kimi_k2") type = DeepseekV3Config::kNames.model_type;
     std::optional<AnyConfig> found;
     std::string known;
     each_model([&]<class Config> {
-      known += (known.empty() ? "" : ", ") + std::string(Config::kModelType);
-      if (type != Config::kModelType) return;
+      known += (known.empty() ? "" : ", ") + std::string(Config::kNames.model_type);
+      if (type != Config::kNames.model_type) return;
       Config config;
       ConfigJson of_file(json);
       config.fields(of_file);
@@ -257,14 +257,14 @@ std::string library_name(const AnyConfig& config, const std::string& name) {
 formats::ModelOnDisk on_disk(const AnyConfig& config) {
   return std::visit(
       [](const auto& c) -> formats::ModelOnDisk {
-        return {.model_type = c.kModelType,
+        return {.model_type = c.kNames.model_type,
                 .num_layers = c.num_layers,
                 .num_experts = c.num_experts,
                 .table = [c](ExpertLayout layout) { return table_of(c, layout); },
                 .config_json =
                     [c](formats::Dtype dtype) {
                       const auto lost = lost_key(c);
-                      MOESH_CHECK(!lost, ErrorKind::config, c.kName,
+                      MOESH_CHECK(!lost, ErrorKind::config, c.kNames.name,
                                   ": its config.json has no place for "
                                   "model.",
                                   lost->name, "; set it to ", lost->read_back);

@@ -34,40 +34,4 @@ struct LostKey {
 };
 std::optional<LostKey> lost_key(const AnyConfig& config);
 
-/// The experts of a layer: parameters name.w1 and name.w3 [E, F, D], name.w2 [E, D, F], with biases
-/// name.b1 and so on.
-struct LayerExperts {
-  std::string name;
-  std::int64_t E, F, D;
-};
-/// A tensor for each expert and part: name.3.gate_proj.weight [F, D], and likewise up and down,
-/// under the model's names.
-std::vector<formats::DiskTensor> one_by_one(const LayerExperts& experts, const std::string& gate,
-                                            const std::string& up, const std::string& down);
-/// name.gate_up_proj [E, 2F, D], gate rows first, and name.down_proj [E, D, F].
-std::vector<formats::DiskTensor> stacked_out_in(const LayerExperts& experts);
-/// name.gate_up_proj [E, D, 2F], gate half first or interleaved, and name.down_proj [E, F, D].
-std::vector<formats::DiskTensor> stacked_in_out(const LayerExperts& experts, bool interleaved);
-
-/// Both layouts under the names that most models have.
-template <class Config>
-std::vector<formats::DiskTensor> tensors(const Config&, const LayerExperts& experts,
-                                         formats::ExpertLayout layout) {
-  return layout == formats::ExpertLayout::per_expert
-             ? one_by_one(experts, "gate_proj", "up_proj", "down_proj")
-             : stacked_out_in(experts);
-}
-
-// The description of a model whose experts lie differently.
-std::vector<formats::DiskTensor> tensors(const MinimaxM2Config& config, const LayerExperts& experts,
-                                         formats::ExpertLayout layout);
-std::vector<formats::DiskTensor> tensors(const GraniteMoeConfig& config,
-                                         const LayerExperts& experts, formats::ExpertLayout layout);
-std::vector<formats::DiskTensor> tensors(const MixtralConfig& config, const LayerExperts& experts,
-                                         formats::ExpertLayout layout);
-std::vector<formats::DiskTensor> tensors(const Llama4Config& config, const LayerExperts& experts,
-                                         formats::ExpertLayout layout);
-std::vector<formats::DiskTensor> tensors(const GptOssConfig& config, const LayerExperts& experts,
-                                         formats::ExpertLayout layout);
-
 }  // namespace moesh::models

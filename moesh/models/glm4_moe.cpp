@@ -6,13 +6,11 @@
 namespace moesh::models {
 
 DecoderPlan Glm4MoeConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.output_bias = false;
-    if (c.qk_norm) attention.qk_norm = nn::QkNorm::weighted;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+  DecoderPlan plan = grouped_plan(
+      *this, [has_norm = qk_norm](nn::GroupedAttentionConfig& attention, std::int64_t) {
+        attention.output_bias = false;
+        if (has_norm) attention.qk_norm = nn::QkNorm::weighted;
+      });
   add_to(plan);
   return plan;
 }

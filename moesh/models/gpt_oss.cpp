@@ -1,23 +1,31 @@
 #include "moesh/models/configs.h"
 
 #include "moesh/models/config_json.h"
-#include "moesh/models/disk.h"
 
 namespace moesh::models {
 
 DecoderPlan GptOssConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t layer, const std::string& name,
-                               const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.sinks = true;
-    if (layer % 2 == 1) attention.window = 0;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+  DecoderPlan plan =
+      grouped_plan(*this, [](nn::GroupedAttentionConfig& attention, std::int64_t layer) {
+        attention.sinks = true;
+        if (layer % 2 == 1) attention.window = 0;
+      });
   plan.moe.router = {.scoring = nn::Scoring::softmax_chosen, .gate_bias = true};
   plan.moe.experts.activation = kernels::Activation::clamped_swiglu;
   plan.moe.experts.biases = true;
   plan.moe.router_name = "router";
+  plan.experts_on_disk = [](const LayerExperts& x, formats::ExpertLayout) {
+    auto all = stacked_in_out(x, /*interleaved=*/true);
+    all.push_back(
+        {.name = x.name + ".gate_up_proj_bias",
+         .shape = {x.E, 2 * x.F},
+         .view = {x.E, x.F, 2},
+         .sources = {
+             {.param = x.name + ".b1", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 0}}},
+             {.param = x.name + ".b3", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 1}}}}});
+    all.push_back(formats::whole_tensor(x.name + ".down_proj_bias", x.name + ".b2", {x.E, x.D}));
+    return all;
+  };
   plan.published = [](const Stored& w) -> std::optional<kernels::Quantization> {
     const auto how = kernels::Quantization::mxfp4();
     const bool is_matrix_of_experts = w.storage == efsdp && w.spec.shape.size() == 3;
@@ -62,20 +70,6 @@ void GptOssConfig::fields(ConfigJson& json) {
   for (std::int64_t i = 0; i < num_layers; ++i)
     types.emplace_back(i % 2 == 0 ? "sliding_attention" : "full_attention");
   json.require("layer_types", {types});
-}
-
-std::vector<formats::DiskTensor> tensors(const GptOssConfig&, const LayerExperts& x,
-                                         formats::ExpertLayout) {
-  auto all = stacked_in_out(x, /*interleaved=*/true);
-  all.push_back(
-      {.name = x.name + ".gate_up_proj_bias",
-       .shape = {x.E, 2 * x.F},
-       .view = {x.E, x.F, 2},
-       .sources = {
-           {.param = x.name + ".b1", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 0}}},
-           {.param = x.name + ".b3", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 1}}}}});
-  all.push_back(formats::whole_tensor(x.name + ".down_proj_bias", x.name + ".b2", {x.E, x.D}));
-  return all;
 }
 
 }  // namespace moesh::models

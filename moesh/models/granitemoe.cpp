@@ -1,23 +1,27 @@
 #include "moesh/models/configs.h"
 
 #include "moesh/models/config_json.h"
-#include "moesh/models/disk.h"
 
 namespace moesh::models {
 
 DecoderPlan GraniteMoeConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.scale = c.attention_multiplier;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+  DecoderPlan plan = grouped_plan(
+      *this, [scale = attention_multiplier](nn::GroupedAttentionConfig& attention, std::int64_t) {
+        attention.scale = scale;
+      });
   plan.moe.router = {.scoring = nn::Scoring::softmax_chosen};
   plan.moe.router_name = "router.layer";
   plan.mlp_name = "block_sparse_moe";
   plan.embedding_scale = embedding_multiplier;
   plan.residual_scale = residual_multiplier;
   plan.logits_scale = 1 / logits_scaling;
+  plan.experts_on_disk = [](const LayerExperts& x, formats::ExpertLayout) {
+    auto all = stacked_out_in(x);
+    const std::string layer = x.name.substr(0, x.name.rfind('.'));  // without "experts"
+    all.at(0).name = layer + ".input_linear.weight";
+    all.at(1).name = layer + ".output_linear.weight";
+    return all;
+  };
   return plan;
 }
 
@@ -64,14 +68,6 @@ void GraniteMoeConfig::fields(ConfigJson& json) {
   factor("attention_multiplier", attention_multiplier);
   factor("residual_multiplier", residual_multiplier);
   factor("logits_scaling", logits_scaling);
-}
-
-std::vector<formats::DiskTensor> tensors(const GraniteMoeConfig&, const LayerExperts& x,
-                                         formats::ExpertLayout) {
-  auto all = stacked_out_in(x);
-  const std::string layer = x.name.substr(0, x.name.rfind('.'));  // without "experts"
-  all.at(0).name = layer + ".input_linear.weight", all.at(1).name = layer + ".output_linear.weight";
-  return all;
 }
 
 }  // namespace moesh::models

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "moesh/models/config_json.h"
-#include "moesh/models/disk.h"
 
 namespace moesh::models {
 
@@ -26,10 +25,7 @@ bool Llama4Config::has_positions(std::int64_t layer) const {
 }
 
 DecoderPlan Llama4Config::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t layer, const std::string& name,
-                               const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
+  const auto change = [c = *this](nn::GroupedAttentionConfig& attention, std::int64_t layer) {
     if (!c.has_positions(layer)) {
       attention.rope.reset();
       attention.growth = c.growth, attention.growth_floor = c.growth_floor;
@@ -38,8 +34,8 @@ DecoderPlan Llama4Config::plan() const {
       attention.chunk = c.chunk;
       if (c.qk_norm) attention.qk_norm = nn::QkNorm::plain;
     }
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
   };
+  DecoderPlan plan = grouped_plan(*this, change);
   plan.is_moe = [c = *this](std::int64_t layer) { return c.is_moe(layer); };
   plan.moe.router = {.scoring = nn::Scoring::sigmoid, .choose_on_logits = true};
   plan.moe.experts.scores = kernels::ScoreSide::before;
@@ -47,6 +43,9 @@ DecoderPlan Llama4Config::plan() const {
   plan.moe.router_name = "router", plan.moe.shared_name = "shared_expert";
   plan.ffn = ffn;
   plan.mlp_name = "feed_forward";
+  plan.experts_on_disk = [](const LayerExperts& x, formats::ExpertLayout) {
+    return stacked_in_out(x, /*interleaved=*/false);
+  };
   return plan;
 }
 
@@ -130,11 +129,6 @@ void Llama4Config::fields(ConfigJson& json) {
   // Some folders have a number here.
   const auto tuning = json.find("attn_temperature_tuning");
   if (tuning && (*tuning == JsonValue{false} || *tuning == JsonValue{std::int64_t{0}})) growth = 0;
-}
-
-std::vector<formats::DiskTensor> tensors(const Llama4Config&, const LayerExperts& x,
-                                         formats::ExpertLayout) {
-  return stacked_in_out(x, /*interleaved=*/false);
 }
 
 }  // namespace moesh::models

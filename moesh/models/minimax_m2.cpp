@@ -1,20 +1,20 @@
 #include "moesh/models/configs.h"
 
 #include "moesh/models/config_json.h"
-#include "moesh/models/disk.h"
 
 namespace moesh::models {
 
 DecoderPlan MinimaxM2Config::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
+  DecoderPlan plan = grouped_plan(*this, [](nn::GroupedAttentionConfig& attention, std::int64_t) {
     attention.qk_norm = nn::QkNorm::across;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+  });
   plan.moe.router = {
       .scoring = nn::Scoring::sigmoid, .balance_softmax = true, .normalize = true, .epsilon = 0};
   plan.mlp_name = "block_sparse_moe";
+  plan.experts_on_disk = [](const LayerExperts& x, formats::ExpertLayout layout) {
+    return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2")
+                                                       : stacked_out_in(x);
+  };
   plan.expert_bias_name = "e_score_correction_bias";
   return plan;
 }
@@ -64,12 +64,6 @@ void MinimaxM2Config::fields(ConfigJson& json) {
   json.require("attn_type_list",
                {JsonList(static_cast<size_t>(num_layers), JsonValue{std::int64_t{1}})});
   json.count("intermediate_size", moe_ffn);
-}
-
-std::vector<formats::DiskTensor> tensors(const MinimaxM2Config&, const LayerExperts& x,
-                                         formats::ExpertLayout layout) {
-  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2")
-                                                     : stacked_out_in(x);
 }
 
 }  // namespace moesh::models

@@ -1,17 +1,17 @@
 #include "moesh/models/configs.h"
 
 #include "moesh/models/config_json.h"
-#include "moesh/models/disk.h"
 
 namespace moesh::models {
 
 DecoderPlan MixtralConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    return std::make_unique<nn::GroupedAttention>(c.attention(), name, o);
-  };
+  DecoderPlan plan = grouped_plan(*this);
   plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = true, .epsilon = 0};
   plan.mlp_name = "block_sparse_moe";
+  plan.experts_on_disk = [](const LayerExperts& x, formats::ExpertLayout layout) {
+    return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2")
+                                                       : stacked_out_in(x);
+  };
   return plan;
 }
 
@@ -40,12 +40,6 @@ void MixtralConfig::fields(ConfigJson& json) {
   grouped_fields(json, {.theta = 1e6, .norm_eps = 1e-5}, *this);
   json.count("intermediate_size", moe_ffn);
   json.count_or_null("sliding_window", window);
-}
-
-std::vector<formats::DiskTensor> tensors(const MixtralConfig&, const LayerExperts& x,
-                                         formats::ExpertLayout layout) {
-  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2")
-                                                     : stacked_out_in(x);
 }
 
 }  // namespace moesh::models

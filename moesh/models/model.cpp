@@ -39,7 +39,7 @@ ForwardResult run(Stage& stage, const StageStream& input, const MicroBatch& batc
   }
   const auto to_head = options.head_apart ? as_input(out.x_BLD) : out.x_BLD;
   if (options.head_apart) result.stream = out.x_BLD, result.head_input = to_head;
-  HeadOutput head = stage.head<Sp>(to_head, batch, tokens, options);
+  ForwardResult head = stage.head<Sp>(to_head, batch, tokens, options);
   result.cross_entropy = head.cross_entropy, result.head_loss = head.cross_entropy;
   if (local(head.auxiliary).defined())
     result.head_loss = result.head_loss + sum_all(head.auxiliary);

@@ -5,13 +5,11 @@
 namespace moesh::models {
 
 DecoderPlan OlmoeConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.qk_norm = nn::QkNorm::across;
-    attention.clip = c.clip;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+  DecoderPlan plan =
+      grouped_plan(*this, [clip = clip](nn::GroupedAttentionConfig& attention, std::int64_t) {
+        attention.qk_norm = nn::QkNorm::across;
+        attention.clip = clip;
+      });
   plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0};
   return plan;
 }

@@ -61,12 +61,7 @@ std::optional<BrokenRule> Qwen3NextConfig::broken_rule() const {
         {"num_key_heads", "num_value_heads"},
         detail::concat(", which is not divisible by it; set model.num_key_heads to one of ",
                        divisors(num_value_heads))};
-  // Nothing is learned through a norm of one number, which is its sign.
-  for (const auto& [name, width] : {std::pair{"key_dim", key_dim}, {"value_dim", value_dim}})
-    if (width == 1)
-      return BrokenRule{{name},
-                        detail::concat(", and the norm of one number is only its sign; set model.",
-                                       name, " to 2 or more")};
+  if (auto broken = normed_alone({{"key_dim", key_dim}, {"value_dim", value_dim}})) return broken;
   return Qwen2MoeConfig::broken_rule();
 }
 

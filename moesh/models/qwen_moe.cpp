@@ -5,30 +5,42 @@
 
 namespace moesh::models {
 
-DecoderPlan Qwen2MoeConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.output_bias = false;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+void QwenMoeConfig::add_to(DecoderPlan& plan) const {
   plan.is_moe = [step = sparse_step, dense = mlp_only_layers](std::int64_t layer) {
     return (layer + 1) % step == 0 && std::find(dense.begin(), dense.end(), layer) == dense.end();
   };
   plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0};
+  plan.ffn = ffn;
+}
+
+ModelKeys QwenMoeConfig::keys() {
+  return joined(
+      GroupedDecoderConfig::keys(),
+      {{"ffn", &ffn, "width of the dense MLP"},
+       {"sparse_step", &sparse_step, "one block in this many is a mixture of experts"},
+       {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
+}
+
+DecoderPlan Qwen2MoeConfig::plan() const {
+  DecoderPlan plan = grouped_plan(*this, [](nn::GroupedAttentionConfig& attention, std::int64_t) {
+    attention.output_bias = false;
+  });
+  add_to(plan);
   plan.moe.shared_ffn = shared_ffn;
   plan.moe.shared_name = "shared_expert", plan.moe.shared_gate = "shared_expert_gate";
-  plan.ffn = ffn;
   return plan;
 }
 
 ModelKeys Qwen2MoeConfig::keys() {
-  return joined(
-      GroupedDecoderConfig::keys(),
-      {{"ffn", &ffn, "width of the dense MLP"},
-       {"shared_ffn", &shared_ffn, "width of the shared expert"},
-       {"sparse_step", &sparse_step, "one block in this many is a mixture of experts"},
-       {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
+  return joined(QwenMoeConfig::keys(), {{"shared_ffn", &shared_ffn, "width of the shared expert"}});
+}
+
+DecoderPlan Qwen3MoeConfig::plan() const {
+  DecoderPlan plan = grouped_plan(*this, [](nn::GroupedAttentionConfig& attention, std::int64_t) {
+    attention.qk_norm = nn::QkNorm::weighted;
+  });
+  add_to(plan);
+  return plan;
 }
 
 std::vector<BuiltIn<Qwen2MoeConfig>> Qwen2MoeConfig::built_in() {
@@ -65,29 +77,6 @@ void Qwen2MoeConfig::fields(ConfigJson& json) {
   json.count("decoder_sparse_step", sparse_step, 1);
   json.list("mlp_only_layers", mlp_only_layers);
   json.flag("norm_topk_prob", normalize, false);
-}
-
-DecoderPlan Qwen3MoeConfig::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.qk_norm = nn::QkNorm::weighted;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
-  plan.is_moe = [step = sparse_step, dense = mlp_only_layers](std::int64_t layer) {
-    return (layer + 1) % step == 0 && std::find(dense.begin(), dense.end(), layer) == dense.end();
-  };
-  plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0};
-  plan.ffn = ffn;
-  return plan;
-}
-
-ModelKeys Qwen3MoeConfig::keys() {
-  return joined(
-      GroupedDecoderConfig::keys(),
-      {{"ffn", &ffn, "width of the dense MLP"},
-       {"sparse_step", &sparse_step, "one block in this many is a mixture of experts"},
-       {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
 }
 
 std::vector<BuiltIn<Qwen3MoeConfig>> Qwen3MoeConfig::built_in() {

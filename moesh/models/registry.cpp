@@ -16,14 +16,14 @@ namespace {
 
 std::vector<std::string> model_names() {
   std::vector<std::string> names;
-  each_model([&]<class Config> { names.push_back(Config::kName); });
+  each_model([&]<class Config> { names.push_back(Config::kNames.name); });
   return names;
 }
 
 std::vector<std::string> model_sizes(const std::string& name) {
   std::vector<std::string> sizes;
   each_model([&]<class Config> {
-    if (name == Config::kName)
+    if (name == Config::kNames.name)
       for (const auto& b : Config::built_in()) sizes.push_back(b.size);
   });
   if (sizes.empty()) unknown(name);
@@ -33,14 +33,14 @@ std::vector<std::string> model_sizes(const std::string& name) {
 AnyConfig built_in(const std::string& name, const std::string& size) {
   std::optional<AnyConfig> found;
   each_model([&]<class Config> {
-    if (name == Config::kName) found = built_in<Config>(size);
+    if (name == Config::kNames.name) found = built_in<Config>(size);
   });
   if (!found) unknown(name);
   return *found;
 }
 
 std::string name(const AnyConfig& config) {
-  return std::visit([](const auto& c) { return std::string(c.kName); }, config);
+  return std::visit([](const auto& c) { return std::string(c.kNames.name); }, config);
 }
 
 ModelKeys keys(AnyConfig& config) {

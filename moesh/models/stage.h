@@ -6,16 +6,86 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "moesh/fsdp/reshard.h"
-#include "moesh/models/block.h"
 #include "moesh/models/decoder.h"
+#include "moesh/nn/experts.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/norm.h"
 #include "moesh/nn/vocabulary.h"
 
 namespace moesh::models {
+
+// One block of a decoder: attention and an MLP or a mixture of experts, each behind a norm and
+// added to the residual stream.
+
+/// A block's output: the stream, its kNumAuxiliary auxiliary losses (undefined if it has none), and
+/// what its router counted (undefined without a router).
+template <bool Sp>
+using BlockOutput = std::tuple<nn::Stream<Sp>, nn::TokenSum, nn::TokenSum>;
+
+/// a + b; each may be undefined, which is nothing to add.
+nn::TokenSum sum_of_defined(const nn::TokenSum& a, const nn::TokenSum& b);
+
+class Block {
+ public:
+  Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& options,
+        const nn::ModuleOptions& module);
+
+  /// `moe_layer` is the number of this block among those that are mixtures.
+  template <bool Sp>
+  BlockOutput<Sp> run(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens,
+                      const MicroBatch& batch, const ForwardOptions& options,
+                      std::int64_t moe_layer);
+
+  bool is_moe() const { return moe_.has_value(); }
+  nn::Router& router() { return moe_->router(); }
+  const nn::Attention& attention() const { return *attention_; }
+  nn::Attention& attention() { return *attention_; }
+  /// Every parameter, in forward order.
+  void each_param(const std::function<void(Stored&)>& f);
+  std::vector<const Stored*> stored();
+  /// Whether some of its parameters are.
+  bool is_trained();
+
+ private:
+  std::int64_t layer_;
+  double residual_scale_;
+  nn::RmsNorm attention_norm_, ffn_norm_;
+  std::unique_ptr<nn::Attention> attention_;
+  std::optional<nn::Mlp> mlp_;
+  std::optional<nn::Moe> moe_;
+};
+
+// Multi-token prediction (DeepSeek-V3, section 2.2): layer k, counted from 1, predicts token i + k
+// + 1 from the input of the head at position i in layer k - 1 (in the model itself for k = 1), and
+// from the embedding of token i + k. Embedding and head are the model's. In files it is a block
+// after the last one, with a few more weights. B batch, L tokens of this cp rank, D model
+
+class MtpLayer {
+ public:
+  /// `layer` is the number of its block: the first one follows the last of the model.
+  MtpLayer(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& options,
+           const nn::ModuleOptions& module);
+
+  /// The input of its block, from the embedding of the tokens ahead and what the head has read
+  /// before.
+  template <bool Sp>
+  nn::Stream<Sp> join(const nn::Stream<Sp>& ahead_BLD, const nn::Stream<Sp>& read_BLD,
+                      const nn::Tokens& tokens) const;
+  Block& block() { return block_; }
+  const Block& block() const { return block_; }
+  /// Between the block and the head.
+  const nn::RmsNorm& norm() const { return norm_; }
+  void each_param(const std::function<void(Stored&)>& f);
+
+ private:
+  nn::RmsNorm ahead_norm_, read_norm_, norm_;
+  nn::UncutWeight join_;
+  Block block_;
+};
 
 /// The results of the blocks of a stage.
 template <bool Sp>
@@ -23,14 +93,6 @@ struct StageOutput {
   nn::Stream<Sp> x_BLD;                // to the next stage, or to the head
   nn::TokenSum auxiliary;              // kNumAuxiliary losses; undefined if there are none
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
-};
-
-/// The results of the last stage after its blocks.
-struct HeadOutput {
-  nn::TokenSum cross_entropy;          // of the next tokens, divided by those of the step
-  nn::TokenSum auxiliary;              // kNumAuxiliary losses of the MTP layers; undefined without
-  std::vector<nn::TokenSum> counts_E;  // of these layers
-  std::vector<ForwardResult::Predicted> predicted;  // by them, in an evaluation
 };
 
 class Stage {
@@ -49,10 +111,11 @@ class Stage {
   template <bool Sp>
   StageOutput<Sp> run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                              const nn::Tokens& tokens, const ForwardOptions& options);
-  /// The last stage: stream -> losses of this rank's tokens, divided by the tokens of the step.
+  /// The last stage: stream -> what it adds behind its blocks: losses of this rank's tokens,
+  /// divided by the tokens of the step, and what the MTP layers count and predict.
   template <bool Sp>
-  HeadOutput head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
-                  const ForwardOptions& options);
+  ForwardResult head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
+                     const ForwardOptions& options);
 
   /// The last stage: stream -> logits [B, V] of the last position, whole on cp and tp.
   template <bool Sp>
@@ -103,7 +166,7 @@ class Stage {
   /// Adds what the MTP layers give. `read_BLD` is what the head has read, normalised.
   template <bool Sp>
   void predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight, const MicroBatch& batch,
-                       const nn::Tokens& tokens, const ForwardOptions& options, HeadOutput& out);
+                       const nn::Tokens& tokens, const ForwardOptions& options, ForwardResult& out);
 
   DecoderConfig config_;
   double embedding_scale_, logits_scale_;

@@ -135,7 +135,7 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
   MOESH_CHECK(k_BSgd.size(1) == total_length(seen) && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", total_length(seen),
-              " positions; take both from seen_positions with the same options");
+              " positions; take both from start_seen_positions with the same options");
   const auto calls = kernel_calls(tokens, o, seen);
   const auto keys = parts_of_calls(k_BSgd, calls), values = parts_of_calls(v_BSgd, calls);
   std::vector<std::int64_t> lengths;
@@ -229,23 +229,6 @@ std::vector<PositionRanges> seen_ranges(const Tokens& tokens, const AttentionOpt
 
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options) {
   return tokens.numbers(seen_here(tokens, options));
-}
-
-namespace {
-RangesOfRanks seen_by_ranks(const Tokens& tokens, const AttentionOptions& o) {
-  return {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, o)};
-}
-}  // namespace
-
-Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
-  return gather_ranges<cp>(x, seen_by_ranks(tokens, o));
-}
-Moving<Heads> start_seen_positions(const Heads& x, const Tokens& tokens,
-                                   const AttentionOptions& o) {
-  return start_gather_ranges<cp>(x, seen_by_ranks(tokens, o));
-}
-Moving<Full> start_seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
-  return start_gather_ranges<cp>(x, seen_by_ranks(tokens, o));
 }
 
 double num_visible(const PositionRange& queries, const AttentionOptions& o) {
@@ -346,16 +329,6 @@ Heads SeenKeys::attend(const Heads& q, const PerHead& sinks) {
   return num == 1 ? outputs[0] : cat(outputs, 2);
 }
 
-Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
-             const AttentionOptions& options, const KvCache& kv_cache) {
-  return map_heads(
-      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd, const at::Tensor& v_BSd) {
-        return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, {}, tokens, options,
-                            &kv_cache);
-      },
-      q, k, v);
-}
-
 std::pair<Heads, Heads> latent_heads(const Heads& kv, const Full& key, std::int64_t num_own) {
   raw::Tensors parts;
   const auto make = [&](const at::Tensor& heads, const at::Tensor& shared) {
@@ -398,7 +371,14 @@ Heads attend_latents(const Heads& q, const Full& latents,
                        3);
       },
       q, weight);
-  const Heads y = attend(queries, latents, narrow(latents, 2, 0, width), tokens, options, kv_cache);
+  // All heads have the same keys and values [B, S, d].
+  const Heads y = map_heads(
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd) {
+        const at::Tensor k_BS1d = k_BSd.unsqueeze(2);
+        return attend_plain(q_BLhd, k_BS1d, k_BS1d.narrow(3, 0, width), {}, {}, tokens, options,
+                            &kv_cache);
+      },
+      queries, latents);
   return map_heads(
       [&](const at::Tensor& y_BLhc, const at::Tensor& w) {
         const at::Tensor all = of_heads(w, y_BLhc.size(2));

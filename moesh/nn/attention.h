@@ -34,11 +34,12 @@ std::vector<PositionRanges> seen_ranges(const Tokens& tokens, const AttentionOpt
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of the tokens that its queries see
 /// (`seen_ranges`): only these are sent. Keys and values may be made before or after, whichever
 /// makes the message smaller.
-Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
-Moving<Heads> start_seen_positions(const Heads& x, const Tokens& tokens,
-                                   const AttentionOptions& options);
-Moving<Full> start_seen_positions(const Full& x, const Tokens& tokens,
-                                  const AttentionOptions& options);
+template <auto L>
+Moving<Tensor<L>> start_seen_positions(const Tensor<L>& x, const Tokens& tokens,
+                                       const AttentionOptions& options) {
+  return start_gather_ranges<cp>(
+      x, {.dim = 1, .held = tokens.spans(), .asked = seen_ranges(tokens, options)});
+}
 
 /// The numbers of their tokens (Tokens::numbers).
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options);
@@ -71,23 +72,20 @@ SequenceCut cheaper_cut(const std::vector<std::optional<AttentionOptions>>& laye
 RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
                   const Full& x);
 
-/// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options, or all
-/// that `kv_cache` holds, if there is one. h may be smaller for them (grouped queries).
-/// A query sees only its own document. With sinks, one in each head: softmax over [scores, sink],
-/// and the last is dropped; undefined: none.
+/// Causal attention, [B, L, h, d of v]; k and v are of start_seen_positions with the same options,
+/// or all that `kv_cache` holds, if there is one. h may be smaller for them (grouped queries). A
+/// query sees only its own document. With sinks, one in each head: softmax over [scores, sink], and
+/// the last is dropped; undefined: none.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options,
              const KvCache* kv_cache = nullptr);
-/// All heads have the same keys and values [B, S, d], those that `kv_cache` holds.
-Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
-             const AttentionOptions& options, const KvCache& kv_cache);
 
 /// The largest logit of each own head, a scaled score before the softmax, of all queries and the
 /// keys that they see, since `clear`: of this rank's tokens.
 class MaxLogits {
  public:
   /// Computes the scores once more, since kernels do not return them: in blocks of `most_scores`
-  /// (128 MiB), or of one query. k is of seen_positions with the same options.
+  /// (128 MiB), or of one query. k is of start_seen_positions with the same options.
   void see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& options,
            std::int64_t most_scores = std::int64_t{1} << 25);
   /// float32 (float64 in float64 runs) [h]; -infinity where nothing was seen.

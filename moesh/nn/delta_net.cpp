@@ -82,15 +82,12 @@ DeltaNet::DeltaNet(const DeltaNetConfig& c, const std::string& name, const Modul
       qkvz_(column(name + ".in_proj_qkvz",
                    2 * (c.num_key_heads * c.key_dim + c.num_value_heads * c.value_dim), c.dim, o)),
       ba_(column(name + ".in_proj_ba", 2 * c.num_value_heads, c.dim, o.without_float8())),
-      norm_(name + ".norm", c.value_dim, c.norm_eps, o.dtype, o.device),
+      norm_(name + ".norm", c.value_dim, c.norm_eps, o),
       out_(row(name + ".out_proj", c.dim, c.num_value_heads * c.value_dim, o)) {
-  // In float32 in bfloat16 runs: taps are few, and the others are exponents.
+  // Taps are few, and the others are exponents.
   const auto wide = [&](const std::string& part, std::vector<std::int64_t> shape,
                         const Init& init) {
-    ParamSpec spec = o.spec(name + part, std::move(shape), {{tp, 0}});
-    spec.compute.reset();
-    spec.is_matrix = false;
-    return Cut(spec, init);
+    return Cut(o.wide_spec(name + part, std::move(shape), {{tp, 0}}), init);
   };
   const std::int64_t keys = c.num_key_heads * c.key_dim, values = c.num_value_heads * c.value_dim;
   conv_q_ = wide(".conv1d.q", {keys, c.num_taps}, o.init);

@@ -35,7 +35,7 @@ double chance_of(std::int64_t c, std::int64_t all, std::int64_t here, std::int64
   return choose(here, c) * choose(all - here, chosen - c) / choose(all, chosen);
 }
 
-double mean_nodes_in_turn(const RouterShape& r, std::int64_t num_nodes) {
+double mean_nodes_in_turn(const RouterConfig& r, std::int64_t num_nodes) {
   std::int64_t sum = 0;
   for (std::int64_t token = 0; token < r.num_experts; ++token) {
     std::set<std::int64_t> nodes;
@@ -62,7 +62,7 @@ std::vector<NamedTime> by_time(const DispatchTimes& t) {
 
 }  // namespace
 
-double mean_nodes(const RouterShape& r, int num_nodes) {
+double mean_nodes(const RouterConfig& r, int num_nodes) {
   if (num_nodes == 1) return 1;
   if (r.forced_balance) return mean_nodes_in_turn(r, num_nodes);
   const double all = static_cast<double>(r.num_experts), nodes = num_nodes,
@@ -93,7 +93,7 @@ const char* to_string(Dispatcher d) {
   return "unknown";
 }
 
-Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
+Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterConfig& router,
                    Transport exchange) {
   const int ranks = shape.ep * shape.etp;
   MOESH_CHECK(asked != Dispatcher::local || ranks == 1, ErrorKind::config,
@@ -140,7 +140,7 @@ DispatchRates dispatch_rates(Transport e) {
 }
 
 DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
-                             const RouterShape& router) {
+                             const RouterConfig& router) {
   const double rows = static_cast<double>(router.top_k), sent = (shape.ep - 1.0) / shape.ep;
   const int num_nodes = std::max(1, shape.num_nodes_of_ep());
   const double out = (num_nodes - 1.0) / num_nodes,  // the part of all rows that leaves its node
@@ -157,7 +157,7 @@ DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
                                            rows * (moved((inside - 1) / inside, 0) + gathers)};
 }
 
-std::string describe_choice(Transport e, const MeshShape& shape, const RouterShape& router) {
+std::string describe_choice(Transport e, const MeshShape& shape, const RouterConfig& router) {
   const DispatchRates rates = dispatch_rates(e);
   const auto ways = by_time(dispatch_times(rates, shape, router));
   std::ostringstream os;

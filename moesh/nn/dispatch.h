@@ -12,7 +12,6 @@
 
 #include "moesh/comm/mesh.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {
@@ -33,7 +32,7 @@ const char* to_string(Transport e);
 
 /// The mean number of nodes on which a token has experts, if all choices that the router may make
 /// are equally likely.
-double mean_nodes(const RouterShape& router, int num_nodes);
+double mean_nodes(const RouterConfig& router, int num_nodes);
 
 /// Forward and backward, in milliseconds for the size that was measured: only ratios matter.
 struct DispatchRates {
@@ -52,11 +51,11 @@ struct DispatchTimes {
   double all_to_all, all_gather, two_hops;
 };
 DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
-                             const RouterShape& router);
+                             const RouterConfig& router);
 
 /// The reason for the choice of `auto`, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
 /// all_to_all (threads on a GPU, measured)".
-std::string describe_choice(Transport e, const MeshShape& shape, const RouterShape& router);
+std::string describe_choice(Transport e, const MeshShape& shape, const RouterConfig& router);
 
 /// The values that a configuration may have.
 enum class Dispatcher {
@@ -74,7 +73,7 @@ const char* to_string(Dispatcher d);
 
 /// The dispatcher that `automatic` stands for on this mesh; throws Error (config) when `local` is
 /// asked for and ep x etp > 1, or `two_hops` where nodes do not share ep evenly.
-Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
+Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterConfig& router,
                    Transport exchange);
 
 /// The dispatch of a MoE layer.
@@ -103,7 +102,7 @@ class Dispatch {
 /// `way` is one that `resolve` gave for this mesh. Where ep x etp are the tp ranks themselves,
 /// all_gather shares its gather and its reduction with the shared experts.
 std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape,
-                                              const RouterShape& router);
+                                              const RouterConfig& router);
 
 /// How the flat tokens [N, D] inside the layer are cut over tp.
 SplitDim rows_over_tp(const Tokens& tokens);

@@ -203,7 +203,7 @@ NodeTraffic count_node_traffic(const at::Tensor& counts_n) {
 // one row a node goes home. n nodes, M tokens that came to this rank
 class TwoHops final : public RoundTrip {
  public:
-  explicit TwoHops(const RouterShape& router) : router_(router) {}
+  explicit TwoHops(const RouterConfig& router) : router_(router) {}
 
  private:
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
@@ -281,7 +281,7 @@ class TwoHops final : public RoundTrip {
     return router_.num_experts / current_mesh().size(ep_nodes);
   }
 
-  RouterShape router_;
+  RouterConfig router_;
 };
 
 // All tokens go to all ranks of ep x etp, one row a token; each computes the rows of its own
@@ -358,7 +358,7 @@ class AllGatherOverTp final : public Dispatch {
 }  // namespace
 
 std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape,
-                                              const RouterShape& router) {
+                                              const RouterConfig& router) {
   switch (way) {
     case Dispatcher::local: return std::make_unique<Local>();
     case Dispatcher::all_to_all: return std::make_unique<AllToAll>();

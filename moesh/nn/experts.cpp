@@ -7,6 +7,7 @@
 #include "moesh/base/error.h"
 #include "moesh/fsdp/float8_counts.h"
 #include "moesh/fsdp/recompute.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
@@ -98,9 +99,7 @@ void RoutedExpertsConfig::validate() const {
               "; every rank of ep holds the same number of experts");
 }
 
-Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-                 at::Device device, const Init& init, const std::optional<Init>& bias_init,
-                 const LoraOf& lora)
+Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, const ModuleOptions& o)
     : config_(config) {
   config.validate();
   const auto& mesh = current_mesh();
@@ -108,45 +107,40 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
   // FSDP shards the experts themselves, or, where there are fewer of them than ranks, what is
   // inside.
   const bool shards_inside = mesh.size(efsdp) * mesh.size(ep) > experts;
-  const auto spec = [&](const std::string& part, std::vector<std::int64_t> shape,
-                        std::vector<std::pair<Axes, std::int64_t>> cuts, std::int64_t inside = 1) {
-    const bool is_matrix = shape.size() == 3;
-    return ParamSpec{.name = name + "." + part,
-                     .shape = std::move(shape),
-                     .cuts = std::move(cuts),
-                     .storage_dim = shards_inside ? inside : 0,
-                     .dtype = wide_dtype(dtype),
-                     .compute = dtype,
-                     .device = device,
-                     .is_matrix = is_matrix};
+  const auto spec = [&](const std::string& part, std::vector<std::int64_t> shape, Cuts cuts,
+                        std::int64_t inside = 1) {
+    ParamSpec s = o.spec(name + "." + part, std::move(shape), std::move(cuts));
+    s.storage_dim = shards_inside ? inside : 0;
+    s.is_matrix = s.shape.size() == 3;
+    return s;
   };
   const auto weight = [&](const std::string& part, std::vector<std::int64_t> shape,
                           std::int64_t cut) {
     ParamSpec s = spec(part, std::move(shape), {{ep, 0}, {etp, cut}});
-    s.float8_tile = config.float8_tile;
-    return Weight(s, init);
+    s.float8_tile = o.float8.experts;
+    return Weight(s, o.init);
   };
   w1_ = weight("w1", {experts, ffn, dim}, 1);
   w3_ = weight("w3", {experts, ffn, dim}, 1);
   w2_ = weight("w2", {experts, dim, ffn}, 2);
-  if (const auto l = lora(name + ".gate_up_proj"))
+  if (const auto l = o.lora(name + ".gate_up_proj"))
     gate_up_lora_ = {.scale = l->scale,
                      .a = Whole(spec("gate_up_proj" + std::string(kLoraA), {experts, l->rank, dim},
                                      {{ep, 0}}, 2),
-                                init_of_a(dim, init)),
+                                init_of_a(dim, o.init)),
                      .b = Weight(spec("gate_up_proj" + std::string(kLoraB),
                                       {experts, 2, ffn, l->rank}, {{ep, 0}, {etp, 2}}, 2),
-                                 init_of_b(*l, init))};
-  if (const auto l = lora(name + ".down_proj"))
+                                 init_of_b(*l, o.init))};
+  if (const auto l = o.lora(name + ".down_proj"))
     down_lora_ = {
         .scale = l->scale,
         .a = Weight(spec("down_proj" + std::string(kLoraA), {experts, l->rank, ffn},
                          {{ep, 0}, {etp, 2}}, 2),
-                    init_of_a(ffn, init)),
+                    init_of_a(ffn, o.init)),
         .b = Whole(spec("down_proj" + std::string(kLoraB), {experts, dim, l->rank}, {{ep, 0}}),
-                   init_of_b(*l, init))};
+                   init_of_b(*l, o.init))};
   if (!config.biases) return;
-  const Init of_biases = bias_init.value_or(init);
+  const Init of_biases = o.bias_init.value_or(o.init);
   b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
   b3_.emplace(spec("b3", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
   b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), of_biases);
@@ -157,11 +151,11 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
                   const at::Tensor& token_R, const at::Tensor& inverse) const {
   ExpertsCall call{.config = {.activation = config_.activation,
                               .scores = config_.scores,
-                              .float8_tile = config_.float8_tile},
+                              .float8_tile = w1_.stored().spec.float8_tile},
                    .ends_e = ends_e,
                    .token_R = token_R,
                    .inverse = inverse};
-  if (config_.float8_tile > 0) {
+  if (call.config.float8_tile > 0) {
     kernels::Float8Counts& counts = call.config.float8_counts = float8_counts(w1_.stored());
     counts.has_gradients = counts.has_inputs;  // those of y are whole where x is
   }
@@ -222,6 +216,46 @@ Tensor<Sparse{T, P, P}> Experts::apply_to_tokens(const Tensor<Sparse{T, R, R}>& 
   const auto scores_R = scores_of_rows(scores_NK, sorted);
   // T,E,P: the kernel has summed the rows of each token over this rank's experts.
   return as_term<ep>(run(x_ND, scores_R, sorted.ends_e, sorted.token_R, sorted.inverse_TK));
+}
+
+std::pair<at::Tensor, at::Tensor> swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
+                                                const at::Tensor& weight,
+                                                const SwigluOptions& options,
+                                                const OwnProducts& own) {
+  const auto sink = raw::sink_for(gate, {weight});
+  const at::Tensor w = sink->is_empty() ? weight : weight.detach();
+  const auto forward = [&] {
+    const bool is_unused = !options.needs_values && raw::is_second_run();
+    at::Tensor y, h;
+    if (options.wants_hidden || !is_unused) h = kernels::swiglu_forward(gate, up);
+    if (is_unused) {
+      auto sizes = gate.sizes().vec();
+      sizes.back() = w.size(0);
+      y = raw::not_computed(sizes, gate.options());
+    } else {
+      y = own ? own->forward(h, w) : at::linear(h, w);
+    }
+    return options.wants_hidden ? raw::Tensors{y, h} : raw::Tensors{y};
+  };
+  const auto backward = [sink, own, has_dw = w.requires_grad()](const raw::Tensors& saved,
+                                                                const raw::Tensors& grads) {
+    const at::Tensor &gate = saved[0], &up = saved[1], &w = saved[2];
+    const at::Tensor rows = grads[0].flatten(0, -2);
+    at::Tensor dh = own ? own->backward(rows, w) : rows.mm(w);
+    if (grads.size() > 1) dh.add_(grads[1].flatten(0, -2));
+    const auto d = kernels::swiglu_backward(gate, up, dh.view(gate.sizes()), /*wants_h=*/has_dw);
+    at::Tensor dw;
+    if (has_dw) dw = rows.t().mm(d.h.flatten(0, -2));
+    if (!sink->is_empty())
+      sink->leave([sink, rows, gate = gate.detach(), up = up.detach()] {
+        // One pass over gate and up, for a third of what the layer would have to keep.
+        sink->give({rows.t().mm(kernels::swiglu_forward(gate, up).flatten(0, -2))});
+      });
+    return raw::Tensors{d.gate, d.up, dw};
+  };
+  const auto out = raw::differentiable(
+      {gate, up, w}, [&]() -> raw::Differentiable { return {forward(), {gate, up, w}, backward}; });
+  return {out[0], options.wants_hidden ? out[1] : at::Tensor()};
 }
 
 }  // namespace moesh::nn

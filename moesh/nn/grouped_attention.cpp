@@ -43,24 +43,21 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
                .window = c.window,
                .chunk = c.chunk},
       rope_tables_(o.rope_tables),
-      q_(name + ".q_proj", (c.output_gate ? 2 : 1) * c.num_heads * c.head_dim, c.dim, c.biases, o),
-      k_(name + ".k_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
-      v_(name + ".v_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
-      o_(name + ".o_proj", c.dim, c.num_heads * c.head_dim, c.output_bias, o) {
+      q_(column(name + ".q_proj", (c.output_gate ? 2 : 1) * c.num_heads * c.head_dim, c.dim, o,
+                c.biases)),
+      k_(column(name + ".k_proj", c.num_kv_heads * c.head_dim, c.dim, o, c.biases)),
+      v_(column(name + ".v_proj", c.num_kv_heads * c.head_dim, c.dim, o, c.biases)),
+      o_(row(name + ".o_proj", c.dim, c.num_heads * c.head_dim, o, c.output_bias)) {
   if (c.qk_norm == QkNorm::weighted) {
-    q_norm_.emplace(name + ".q_norm", c.head_dim, c.norm_eps, o.dtype, o.device, c.norm_weight);
-    k_norm_.emplace(name + ".k_norm", c.head_dim, c.norm_eps, o.dtype, o.device, c.norm_weight);
+    q_norm_.emplace(name + ".q_norm", c.head_dim, c.norm_eps, o, c.norm_weight);
+    k_norm_.emplace(name + ".k_norm", c.head_dim, c.norm_eps, o, c.norm_weight);
   }
   if (c.qk_norm == QkNorm::across) {
-    q_across_.emplace(name + ".q_norm", c.num_heads * c.head_dim, c.norm_eps, o.dtype, o.device);
-    k_across_.emplace(name + ".k_norm", c.num_kv_heads * c.head_dim, c.norm_eps, o.dtype, o.device);
+    q_across_.emplace(name + ".q_norm", c.num_heads * c.head_dim, c.norm_eps, o);
+    k_across_.emplace(name + ".k_norm", c.num_kv_heads * c.head_dim, c.norm_eps, o);
   }
-  if (c.sinks) {
-    ParamSpec spec = o.spec(name + ".sinks", {c.num_heads}, {{tp, 0}});
-    spec.compute.reset();  // a score, like those it competes with: float32 in
-                           // bfloat16 runs
-    sinks_.emplace(spec, o.init);
-  }
+  // A score, like those it competes with.
+  if (c.sinks) sinks_.emplace(o.wide_spec(name + ".sinks", {c.num_heads}, {{tp, 0}}), o.init);
 }
 
 Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache,
@@ -135,7 +132,7 @@ std::vector<LogitRows> GroupedAttention::logit_rows() {
   if (config_.qk_norm != QkNorm::none || config_.clip > 0) return {};
   const bool is_shared = config_.num_heads != config_.num_kv_heads;
   std::vector<LogitRows> rows;
-  const auto add = [&](ColumnLinear& layer, std::int64_t of_head, double power) {
+  const auto add = [&](ColumnWeight& layer, std::int64_t of_head, double power) {
     layer.each_param(
         [&](auto& w) { rows.push_back({&w.stored(), of_head, 0, config_.head_dim, power}); });
   };

@@ -59,8 +59,8 @@ class GroupedAttention final : public Attention {
   GroupedAttentionConfig config_;
   AttentionOptions options_;
   std::shared_ptr<RopeTables> rope_tables_;
-  ColumnLinear q_, k_, v_;
-  RowLinear o_;
+  ColumnWeight q_, k_, v_;
+  RowWeight o_;
   std::optional<RmsNorm> q_norm_, k_norm_;
   std::optional<SplitRmsNorm> q_across_, k_across_;
   std::optional<Cut> sinks_;

@@ -21,6 +21,8 @@ namespace moesh::nn {
 using Cut = Param<Dense{Place::I, Place::I, Place::F}>;    // own features on tp
 using Uncut = Param<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
 
+using Cuts = std::vector<std::pair<Axes, std::int64_t>>;
+
 /// Options that all parameters of a module have in common.
 struct ModuleOptions {
   at::ScalarType dtype = at::kFloat;  // of the run; master weights of bfloat16 runs are float32
@@ -38,8 +40,7 @@ struct ModuleOptions {
     o.float8 = {};
     return o;
   }
-  ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
-                 std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
+  ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape, Cuts cuts = {}) const {
     return {.name = name,
             .shape = std::move(shape),
             .cuts = std::move(cuts),
@@ -47,9 +48,15 @@ struct ModuleOptions {
             .compute = dtype,
             .device = device};
   }
+  /// One that is computed with in float32 in bfloat16 runs, and is not a matrix to optimizers.
+  ParamSpec wide_spec(const std::string& name, std::vector<std::int64_t> shape,
+                      Cuts cuts = {}) const {
+    ParamSpec wide = spec(name, std::move(shape), std::move(cuts));
+    wide.compute.reset();
+    wide.is_matrix = false;
+    return wide;
+  }
 };
-
-using Cuts = std::vector<std::pair<Axes, std::int64_t>>;
 
 /// The products with a weight, if they are in float8; else null, and they are LibTorch's.
 OwnProducts float8_products(const Stored& w);
@@ -103,35 +110,35 @@ class LowRank {
   std::optional<Dropout> dropout_;
 };
 
-/// A weight [out, in], and what LoRA may add to it, which is never multiplied out: y = w x +
-/// scale B (A x). `numbers` are those of the tokens of x, for dropout (Tokens::numbers).
+/// A weight [out, in], the bias that it may have, and what LoRA may add to it, which is never
+/// multiplied out: y = w x + b + scale B (A x). `numbers` are those of the tokens of x, for dropout
+/// (Tokens::numbers).
 template <auto W, auto A, auto B>
 class Weight {
  public:
   Weight() = default;
   Weight(const std::string& name, std::int64_t out, std::int64_t in, const Cuts& cuts,
-         const Cuts& cuts_of_a, const Cuts& cuts_of_b, const ModuleOptions& o)
+         const Cuts& cuts_of_a, const Cuts& cuts_of_b, const ModuleOptions& o, bool has_bias)
       : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init) {
     weight_.stored().spec.float8_tile = o.float8.dense;
     if (const auto lora = o.lora(name))
       lora_.emplace(name, out, in, cuts_of_a, cuts_of_b, *lora, o);
+    if (has_bias)
+      bias_.emplace(o.spec(name + ".bias", {out}, cuts_of_b), o.bias_init.value_or(o.init));
   }
 
   template <auto X>
   auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
     const auto both = for_both(x);
-    return plus_lora(linear(both, use(weight_), products()), both, numbers);
+    const auto w = use(weight_);
+    return plus_lora(bias_ ? linear(both, w, own_bias(), products()) : linear(both, w, products()),
+                     both, numbers);
   }
-  /// The same; a recompute that keeps values keeps the product with the weight.
+  /// The same without a bias; a recompute that keeps values keeps the product with the weight.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
     const auto both = for_both(x);
     return plus_lora(kept_linear(both, use(weight_), products()), both, numbers);
-  }
-  template <auto X, auto C>
-  auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
-    const auto both = for_both(x);
-    return plus_lora(linear(both, use(weight_), bias, products()), both, numbers);
   }
   /// y = w x, plus the LoRA term.
   template <auto Y, auto X>
@@ -152,6 +159,7 @@ class Weight {
   void each_param(Fn f) {
     f(weight_);
     if (lora_) lora_->each_param(f);
+    if (bias_) f(*bias_);
   }
 
  private:
@@ -160,8 +168,16 @@ class Weight {
   Tensor<X> for_both(const Tensor<X>& x) const {
     return lora_ ? for_several(x) : x;
   }
+  /// Where ranks have slices of the inputs, outputs are partial sums: the bias counts on one rank.
+  auto own_bias() const {
+    if constexpr (A == Cut::layout)
+      return once<tp>(use(*bias_));
+    else
+      return use(*bias_);
+  }
 
   Param<W> weight_;
+  std::optional<Param<B>> bias_;  // cut as the outputs are
   std::optional<LowRank<A, B>> lora_;
 };
 
@@ -173,68 +189,17 @@ using RowWeight = Weight<Cut::layout, Cut::layout, Uncut::layout>;
 using UncutWeight = Weight<Uncut::layout, Uncut::layout, Uncut::layout>;
 
 inline ColumnWeight column(const std::string& name, std::int64_t out, std::int64_t in,
-                           const ModuleOptions& o) {
-  return {name, out, in, {{tp, 0}}, {}, {{tp, 0}}, o};
+                           const ModuleOptions& o, bool has_bias = false) {
+  return {name, out, in, {{tp, 0}}, {}, {{tp, 0}}, o, has_bias};
 }
 inline RowWeight row(const std::string& name, std::int64_t out, std::int64_t in,
-                     const ModuleOptions& o) {
-  return {name, out, in, {{tp, 1}}, {{tp, 1}}, {}, o};
+                     const ModuleOptions& o, bool has_bias = false) {
+  return {name, out, in, {{tp, 1}}, {{tp, 1}}, {}, o, has_bias};
 }
 inline UncutWeight uncut(const std::string& name, std::int64_t out, std::int64_t in,
                          const ModuleOptions& o) {
   // Each tp rank has a part of its gradient.
-  return {name, out, in, {}, {}, {}, o.without_float8()};
+  return {name, out, in, {}, {}, {}, o.without_float8(), false};
 }
-
-/// x w^T + b, own outputs on tp.
-class ColumnLinear {
- public:
-  ColumnLinear() = default;
-  ColumnLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias,
-               const ModuleOptions& o)
-      : weight_(column(name, out, in, o)) {
-    if (has_bias)
-      bias_.emplace(o.spec(name + ".bias", {out}, {{tp, 0}}), o.bias_init.value_or(o.init));
-  }
-
-  Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
-      const Tensor<Dense{Place::T, Place::T, Place::R}>& x, const at::Tensor& numbers) const {
-    return bias_ ? weight_(x, use(*bias_), numbers) : weight_(x, numbers);
-  }
-  template <class Fn>
-  void each_param(Fn f) {
-    weight_.each_param(f);
-    if (bias_) f(*bias_);
-  }
-
- private:
-  ColumnWeight weight_;
-  std::optional<Cut> bias_;
-};
-
-/// x w^T + b, own inputs on tp. The output is a partial sum: its bias counts on one rank.
-class RowLinear {
- public:
-  RowLinear() = default;
-  RowLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias,
-            const ModuleOptions& o)
-      : weight_(row(name, out, in, o)) {
-    if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}), o.bias_init.value_or(o.init));
-  }
-
-  Tensor<Dense{Place::T, Place::T, Place::P}> operator()(
-      const Tensor<Dense{Place::T, Place::T, Place::F}>& x, const at::Tensor& numbers) const {
-    return bias_ ? weight_(x, once<tp>(use(*bias_)), numbers) : weight_(x, numbers);
-  }
-  template <class Fn>
-  void each_param(Fn f) {
-    weight_.each_param(f);
-    if (bias_) f(*bias_);
-  }
-
- private:
-  RowWeight weight_;
-  std::optional<Uncut> bias_;
-};
 
 }  // namespace moesh::nn

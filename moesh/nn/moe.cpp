@@ -41,35 +41,26 @@ void MoeConfig::validate() const {
               experts.num_experts);
   MOESH_CHECK(shared_ffn >= 0, ErrorKind::config, name, ": shared_ffn is ", shared_ffn,
               "; use 0 (no shared experts) or a width");
-  MOESH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16,
-              ErrorKind::config, name, ": dtype ", dtype,
-              " is not one of float64, float32, bfloat16");
 }
 
-Moe::Moe(const MoeConfig& config)
-    : dispatch_((config.validate(),
-                 make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
-                                       config.router.shape(), transport_of(config.device)),
-                               current_mesh().shape(), config.router.shape()))),
-      codec_(config.float8.rows > 0 ? std::make_shared<Float8Codec>(config.float8.rows) : nullptr),
-      router_(config.router, config.name + "." + config.router_name, config.experts.dim,
-              config.dtype, config.device, config.init),
-      experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init,
-               config.bias_init, config.lora) {
+Moe::Moe(const MoeConfig& config, const ModuleOptions& o)
+    : dispatch_((config.validate(), make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
+                                                          config.router, transport_of(o.device)),
+                                                  current_mesh().shape(), config.router))),
+      codec_(o.float8.rows > 0 ? std::make_shared<Float8Codec>(o.float8.rows) : nullptr),
+      router_(config.router, config.name + "." + config.router_name, config.experts.dim, o),
+      experts_(config.experts, config.name + ".experts", o) {
   if (config.shared_ffn > 0)
     shared_.emplace(config.name + "." + config.shared_name,
                     config.shared_gate.empty() ? "" : config.name + "." + config.shared_gate,
-                    config.experts.dim, config.shared_ffn,
-                    ModuleOptions{.dtype = config.dtype,
-                                  .device = config.device,
-                                  .init = config.init,
-                                  .lora = config.lora,
-                                  .float8 = config.float8});
+                    config.experts.dim, config.shared_ffn, o);
 }
 
-template <bool Sp>
-Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options,
-                         const std::optional<Stream<Sp>>& dy_BLD) {
+template <auto L>
+Moe::Output<L.tp == Place::T> Moe::operator()(const Tensor<L>& x_BLD, const Tokens& tokens,
+                                              const RouteOptions& options,
+                                              const std::optional<Tensor<L>>& dy_BLD) {
+  constexpr bool Sp = L.tp == Place::T;
   check_shape(local(x_BLD), tokens, Sp);
   const Stream<Sp> x_ND = for_several(flatten(x_BLD, 0, 1));
   const PerToken mine = own_tokens<Sp>(x_ND, rows_over_tp(tokens));
@@ -87,9 +78,9 @@ Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens, const Ro
   return {unflatten(y, 0, {tokens.batch(), tokens.length()}), std::move(route)};
 }
 
-template Moe::Output<true> Moe::run<true>(const Stream<true>&, const Tokens&, const RouteOptions&,
-                                          const std::optional<Stream<true>>&);
-template Moe::Output<false> Moe::run<false>(const Stream<false>&, const Tokens&,
+template Moe::Output<true> Moe::operator()(const Stream<true>&, const Tokens&, const RouteOptions&,
+                                           const std::optional<Stream<true>>&);
+template Moe::Output<false> Moe::operator()(const Stream<false>&, const Tokens&,
                                             const RouteOptions&,
                                             const std::optional<Stream<false>>&);
 

@@ -8,7 +8,6 @@
 
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {
@@ -22,38 +21,26 @@ struct MoeConfig {
   std::string shared_gate =
       "";  // name of their gate, after that of the layer; empty: they have none
   Dispatcher dispatcher = Dispatcher::automatic;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;
-  Init init{.kind = Init::Distribution::normal, .scale = 0.02};
-  std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
-  LoraOf lora = no_lora;
-  kernels::Float8 float8 = {};  // that of the routed experts' products is in `experts`
 
   void validate() const;
 };
 
 class Moe {
  public:
-  explicit Moe(const MoeConfig& config);
+  Moe(const MoeConfig& config, const ModuleOptions& o);
 
   template <bool Sp>
   struct Output {
     Stream<Sp> y;
     Route route;
   };
-  /// With sequence parallelism: x is [B, len, D], this rank's piece of the sequence.
-  /// `dy` in a recompute: the gradient of y.
-  Output<true> operator()(const Stream<true>& x_BLD, const Tokens& tokens,
-                          const RouteOptions& options = {},
-                          const std::optional<Stream<true>>& dy = {}) {
-    return run<true>(x_BLD, tokens, options, dy);
-  }
-  /// Without: x is [B, span, D], the same on all tp ranks. No token is computed twice.
-  Output<false> operator()(const Stream<false>& x_BLD, const Tokens& tokens,
-                           const RouteOptions& options = {},
-                           const std::optional<Stream<false>>& dy = {}) {
-    return run<false>(x_BLD, tokens, options, dy);
-  }
+  /// x is the stream, with sequence parallelism [B, len, D], this rank's piece of the sequence;
+  /// without, [B, span, D], the same on all tp ranks. No token is computed twice. `dy` in a
+  /// recompute: the gradient of y.
+  template <auto L>
+  Output<L.tp == Place::T> operator()(const Tensor<L>& x_BLD, const Tokens& tokens,
+                                      const RouteOptions& options = {},
+                                      const std::optional<Tensor<L>>& dy_BLD = {});
 
   Router& router() { return router_; }
   /// f(param) for every parameter.
@@ -66,10 +53,6 @@ class Moe {
   }
 
  private:
-  template <bool Sp>
-  Output<Sp> run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options,
-                 const std::optional<Stream<Sp>>& dy_BLD);
-
   std::unique_ptr<const Dispatch> dispatch_;
   Codec codec_;
   Router router_;

@@ -8,8 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "moesh/fsdp/param.h"
 #include "moesh/kernels/rowwise.h"
+#include "moesh/nn/linear.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
@@ -53,12 +53,9 @@ enum class NormWeight { plain, zero_centred };
 class RmsNorm {
  public:
   RmsNorm() = default;
-  RmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype,
-          at::Device device, NormWeight kind = NormWeight::plain)
-      : weight_({.name = name + ".weight",
-                 .shape = {dim},
-                 .dtype = wide_dtype(dtype),
-                 .device = device},
+  RmsNorm(const std::string& name, std::int64_t dim, double eps, const ModuleOptions& o,
+          NormWeight kind = NormWeight::plain)
+      : weight_(o.wide_spec(name + ".weight", {dim}),
                 {.kind = kind == NormWeight::plain ? Init::Distribution::ones
                                                    : Init::Distribution::zeros}),
         eps_(eps),
@@ -101,7 +98,7 @@ class RmsNorm {
     return map_rows([](const at::Tensor& w) { return w + 1; }, weight);
   }
 
-  Param<Dense{Place::I, Place::I, Place::I}> weight_;
+  Uncut weight_;
   double eps_ = 1e-6;
   NormWeight kind_ = NormWeight::plain;
 };
@@ -112,13 +109,8 @@ class SplitRmsNorm {
  public:
   using Slice = Tensor<Dense{Place::T, Place::T, Place::F}>;  // [B, L, features of this rank]
 
-  SplitRmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype,
-               at::Device device)
-      : weight_({.name = name + ".weight",
-                 .shape = {dim},
-                 .cuts = {{tp, 0}},
-                 .dtype = wide_dtype(dtype),
-                 .device = device},
+  SplitRmsNorm(const std::string& name, std::int64_t dim, double eps, const ModuleOptions& o)
+      : weight_(o.wide_spec(name + ".weight", {dim}, {{tp, 0}}),
                 {.kind = Init::Distribution::ones}),
         dim_(dim),
         eps_(eps) {}
@@ -135,7 +127,7 @@ class SplitRmsNorm {
   }
 
  private:
-  Param<Dense{Place::I, Place::I, Place::F}> weight_;
+  Cut weight_;
   std::int64_t dim_;
   double eps_;
 };

@@ -34,15 +34,6 @@ namespace {
 
 using enum Place;
 
-ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at::ScalarType run,
-                    at::Device device) {
-  return {.name = name,
-          .shape = std::move(shape),
-          .dtype = wide_dtype(run),
-          .device = device,
-          .is_matrix = false};
-}
-
 // The indices of the k largest of each token.
 PerToken best(const PerToken& scores_NE, std::int64_t k) {
   return map_rows([k](const at::Tensor& s) { return kernels::top_k(s, k).experts_TK; }, scores_NE);
@@ -157,14 +148,13 @@ void RouterConfig::validate() const {
 }
 
 Router::Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
-               at::ScalarType dtype, at::Device device, const Init& init)
+               const ModuleOptions& o)
     : config_(config) {
   config.validate();
   const auto experts = config.num_experts;
-  gate_ = Param<Dense{I, I, I}>(gate_spec(name + ".weight", {experts, dim}, dtype, device), init);
-  if (config.gate_bias)
-    gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
-  expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(wide_dtype(dtype)));
+  gate_ = Uncut(o.wide_spec(name + ".weight", {experts, dim}), o.init);
+  if (config.gate_bias) gate_bias_.emplace(o.wide_spec(name + ".bias", {experts}), o.init);
+  expert_bias_E_ = at::zeros({experts}, at::TensorOptions(o.device).dtype(wide_dtype(o.dtype)));
   pending_counts_E_ =
       once<kTokenAxes>(constant(at::zeros({experts}, expert_bias_E_.options().dtype(at::kLong))));
 }
@@ -229,16 +219,6 @@ void Router::clear_counts() { at::Tensor(local(pending_counts_E_)).zero_(); }
 
 void Router::set_pending_counts(const Tensor<Dense{R, R, R}>& total_E) {
   at::Tensor(local(pending_counts_E_)).copy_(local(once<kTokenAxes>(total_E)));
-}
-
-RouterStatistics statistics(const Route& route) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor counts = whole(all_reduce<kTokenAxes>(route.counts_E)).cpu();
-  const at::Tensor load = counts.to(at::kDouble) / std::max<double>(1, counts.sum().item<double>());
-  return {.counts_E = counts,
-          .entropy = -load.xlogy(load).sum().item<double>(),
-          .max_over_mean = load.max().item<double>() * static_cast<double>(counts.numel()),
-          .num_idle = counts.eq(0).sum().item<std::int64_t>()};
 }
 
 PerToken probabilities(const Route& route, const RouterConfig& config) {

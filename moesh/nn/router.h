@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include "moesh/fsdp/param.h"
 #include "moesh/kernels/routing.h"
+#include "moesh/nn/linear.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/routing.h"
 #include "moesh/nn/tokens.h"
@@ -35,12 +35,6 @@ using kernels::Scoring;  // softmax_chosen: top-k of the logits
 /// The tokens over which a balance loss compares the load of experts.
 enum class BalanceOver { sequence, micro_batch };
 
-/// The part of a router's configuration that determines how many rows travel where.
-struct RouterShape {
-  std::int64_t top_k = 1, num_experts = 1, num_groups = 1, top_groups = 1;
-  bool forced_balance = false;
-};
-
 struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
@@ -56,7 +50,6 @@ struct RouterConfig {
   bool forced_balance = false;  // for benchmarks: a token's experts follow from its global index
 
   void validate() const;
-  RouterShape shape() const { return {top_k, num_experts, num_groups, top_groups, forced_balance}; }
 };
 
 struct RouteOptions {
@@ -73,20 +66,11 @@ struct Route {
   PerToken valid_N1;  // bool: the tokens that count for balance and losses; undefined: all
 };
 
-struct RouterStatistics {
-  at::Tensor counts_E;    // over all ranks
-  double entropy;         // of the load, in nats
-  double max_over_mean;   // 1 is perfect balance
-  std::int64_t num_idle;  // experts without tokens
-};
-
 class Router {
  public:
-  using Gate = Param<Dense{Place::I, Place::I, Place::I}>;
-
-  /// `dtype` is that of the run: the gate is float32, and float64 in float64 runs.
+  /// The gate is float32, and float64 in float64 runs.
   Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
-         at::ScalarType dtype, at::Device device, const Init& init);
+         const ModuleOptions& o);
 
   Route choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options = {});
 
@@ -98,8 +82,8 @@ class Router {
   void clear_counts();
 
   const RouterConfig& config() const { return config_; }
-  Gate& gate() { return gate_; }
-  std::optional<Gate>& gate_bias() { return gate_bias_; }
+  Uncut& gate() { return gate_; }
+  std::optional<Uncut>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
   /// int64: the counts since the bias last moved, not yet summed over dp, cp and tp.
@@ -112,15 +96,12 @@ class Router {
                           const RouteOptions& options) const;
 
   RouterConfig config_;
-  Gate gate_;
-  std::optional<Gate> gate_bias_;
+  Uncut gate_;
+  std::optional<Uncut> gate_bias_;
   // Both are written in place: a CUDA graph of a step has their addresses.
   at::Tensor expert_bias_E_;
   TokenSum pending_counts_E_;  // int64
 };
-
-/// Summed over all ranks.
-RouterStatistics statistics(const Route& route);
 
 // Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer
 // step divided by their number (num_step_tokens, a float64 scalar of the device or of the host).

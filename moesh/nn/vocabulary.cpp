@@ -147,15 +147,10 @@ at::Tensor rows_of(const at::Tensor& weight_VD, const at::Tensor& index) {
 }  // namespace
 
 Embedding::Embedding(const std::string& name, std::int64_t vocab, std::int64_t dim,
-                     at::ScalarType dtype, at::Device device, const Init& init)
-    : weight_({.name = name + ".weight",
-               .shape = {vocab, dim},
-               .cuts = {{tp, 0}},
-               .dtype = wide_dtype(dtype),
-               .compute = dtype,
-               .device = device,
-               .is_matrix = false},
-              init) {}
+                     const ModuleOptions& o)
+    : weight_(o.spec(name + ".weight", {vocab, dim}, {{tp, 0}}), o.init) {
+  weight_.stored().spec.is_matrix = false;
+}
 
 Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
   const at::Tensor weight = local(use(weight_));

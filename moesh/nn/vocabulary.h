@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "moesh/fsdp/param.h"
+#include "moesh/nn/linear.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
@@ -12,20 +12,18 @@ namespace moesh::nn {
 /// Token embedding [V, D], own rows of the vocabulary on tp.
 class Embedding {
  public:
-  using Weight = Param<Dense{Place::I, Place::I, Place::F}>;
   Embedding() = default;
-  Embedding(const std::string& name, std::int64_t vocab, std::int64_t dim, at::ScalarType dtype,
-            at::Device device, const Init& init);
+  Embedding(const std::string& name, std::int64_t vocab, std::int64_t dim, const ModuleOptions& o);
 
   /// ids [B, L], the same on all tp ranks -> rows of the ids that this rank has, zeros elsewhere: a
   /// partial sum.
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(const at::Tensor& ids_BL) const;
 
-  Weight& weight() { return weight_; }
-  const Weight& weight() const { return weight_; }
+  Cut& weight() { return weight_; }
+  const Cut& weight() const { return weight_; }
 
  private:
-  Weight weight_;
+  Cut weight_;
 };
 
 /// The number of tokens whose logits exist at once, for a rank with this many words: 64 M numbers,

@@ -89,8 +89,7 @@ AddedTokens::AddedTokens(const std::vector<JsonSection>& list, const Bpe& model,
           .add(token.pattern, static_cast<std::int32_t>(all_.size()));
     all_.push_back(std::move(token));
   }
-  const CodePointSet sets[] = {CodePointSet({tables::kWords, tables::kWordsSize}),
-                               CodePointSet({tables::kSpaces, tables::kSpacesSize})};
+  const CodePointSet sets[] = {CodePointSet(tables::kWords), CodePointSet(tables::kSpaces)};
   words_and_spaces_ = CodePointMasks(sets);
 }
 

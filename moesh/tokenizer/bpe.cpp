@@ -214,23 +214,20 @@ void Bpe::find_word_starts() {
 
 void Bpe::encode(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
                  Widths* widths) const {
-  if (!starts_words_)
-    return widths ? merge_word(word, cache, ids, widths) : encode_part(word, cache, ids);
+  if (!starts_words_) return encode_part(word, cache, ids, widths);
   while (!word.empty()) {
     std::size_t end = 0;
     while (word.substr(end).starts_with(kMetaspaceText)) end += kMetaspaceText.size();
     end = std::min(word.find(kMetaspaceText, end), word.size());
-    if (widths)
-      merge_word(word.substr(0, end), cache, ids, widths);
-    else
-      encode_part(word.substr(0, end), cache, ids);
+    encode_part(word.substr(0, end), cache, ids, widths);
     word.remove_prefix(end);
   }
 }
 
-void Bpe::encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const {
+void Bpe::encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
+                      Widths* widths) const {
   using CachedWord = WordCache::CachedWord;
-  if (word.size() > CachedWord::kMaxBytes) return merge_word(word, cache, ids, nullptr);
+  if (widths || word.size() > CachedWord::kMaxBytes) return merge_word(word, cache, ids, widths);
   CachedWord& entry = cache.of(hash_of(word));
   if (entry.num_bytes == word.size() && std::memcmp(entry.bytes, word.data(), word.size()) == 0) {
     ids.insert(ids.end(), entry.ids, entry.ids + entry.num_ids);

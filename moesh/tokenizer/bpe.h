@@ -79,7 +79,8 @@ class Bpe {
                  const std::string& where);
   void find_word_starts();
   const BpeMerge* find_merge(TokenId left, TokenId right) const;
-  void encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const;
+  void encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
+                   Widths* widths) const;
   void merge_word(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
                   Widths* widths) const;
   void symbols_of(std::string_view word, std::vector<TokenId>& symbols, Widths* widths) const;

@@ -46,11 +46,10 @@ CodePointSet CodePointSet::complement() const {
 std::optional<CodePointSet> category_set(std::string_view name) {
   if (name.empty() || name.size() > 2) return std::nullopt;
   std::vector<CodePointRange> ranges;
-  for (std::size_t i = 0; i < tables::kCategoriesSize; ++i) {
+  for (std::size_t i = 0; i < tables::kCategories.size(); ++i) {
     const auto& [first, category] = tables::kCategories[i];
-    if (!std::string_view(tables::kCategoryNames[static_cast<int>(category)]).starts_with(name))
-      continue;
-    const bool is_last = i + 1 == tables::kCategoriesSize;
+    if (!tables::kCategoryNames[category].starts_with(name)) continue;
+    const bool is_last = i + 1 == tables::kCategories.size();
     const char32_t last = is_last ? kLastCodePoint : tables::kCategories[i + 1].first - 1;
     if (!ranges.empty() && ranges.back().last + 1 == first)
       ranges.back().last = last;
@@ -58,13 +57,6 @@ std::optional<CodePointSet> category_set(std::string_view name) {
       ranges.push_back({first, last});
   }
   return ranges.empty() ? std::nullopt : std::optional(CodePointSet(ranges));
-}
-
-CodePointSet pattern_spaces() {
-  return CodePointSet({tables::kPatternSpaces, tables::kPatternSpacesSize});
-}
-CodePointSet pattern_words() {
-  return CodePointSet({tables::kPatternWords, tables::kPatternWordsSize});
 }
 
 CodePointMasks::CodePointMasks(std::span<const CodePointSet> sets) {

@@ -24,46 +24,9 @@ struct CodePointRange {
 
 namespace moesh::tokenizer::tables {
 
-/// General categories by their names in Unicode.
-enum class Category : std::uint8_t {
-  Lu,
-  Ll,
-  Lt,
-  Lm,
-  Lo,
-  Mn,
-  Mc,
-  Me,
-  Nd,
-  Nl,
-  No,
-  Pc,
-  Pd,
-  Ps,
-  Pe,
-  Pi,
-  Pf,
-  Po,
-  Sm,
-  Sc,
-  Sk,
-  So,
-  Zs,
-  Zl,
-  Zp,
-  Cc,
-  Cf,
-  Cs,
-  Co,
-  Cn
-};
-constexpr const char* kCategoryNames[] = {
-    "Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe",
-    "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Co", "Cn"};
-
 struct CategoryRun {
   char32_t first;
-  Category category;
+  std::uint8_t category;  // of kCategoryNames
 };
 struct CombiningClass {
   char32_t code_point;
@@ -74,13 +37,12 @@ struct Decomposition {
   bool composes;                       // NFC puts it together again
 };
 
-extern const CategoryRun kCategories[];
-extern const CodePointRange kPatternSpaces[], kPatternWords[], kNumeric[], kPunctuation[],
-    kSpaces[], kWords[];
-extern const CombiningClass kCombiningClasses[];
-extern const Decomposition kDecompositions[];
-extern const std::size_t kCategoriesSize, kPatternSpacesSize, kPatternWordsSize, kNumericSize,
-    kPunctuationSize, kSpacesSize, kWordsSize, kCombiningClassesSize, kDecompositionsSize;
+extern const std::span<const std::string_view> kCategoryNames;  // "Lu"
+extern const std::span<const CategoryRun> kCategories;
+extern const std::span<const CodePointRange> kPatternSpaces, kPatternWords;  // \s and \w
+extern const std::span<const CodePointRange> kNumeric, kPunctuation, kSpaces, kWords;
+extern const std::span<const CombiningClass> kCombiningClasses;
+extern const std::span<const Decomposition> kDecompositions;
 
 }  // namespace moesh::tokenizer::tables
 
@@ -108,8 +70,6 @@ class CodePointSet {
 
 /// \p{name}: a general category (Lu) or a group of them (L); nothing if there is none of that name.
 std::optional<CodePointSet> category_set(std::string_view name);
-CodePointSet pattern_spaces();  // \s of a split pattern
-CodePointSet pattern_words();   // \w
 
 /// Bit i of the mask of a code point: whether it is in set i. At most 32 sets.
 class CodePointMasks {

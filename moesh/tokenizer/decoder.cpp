@@ -6,9 +6,12 @@
 #include "moesh/base/text.h"
 #include "moesh/formats/name.h"
 #include "moesh/tokenizer/bpe.h"
+#include "moesh/tokenizer/normalizer.h"
 
 namespace moesh::tokenizer {
 namespace {
+
+using TokenTexts = std::vector<std::string>;
 
 char32_t read_character(const JsonSection& section, const char* key) {
   const std::u32string text = code_points(section.text(key));
@@ -42,55 +45,13 @@ int byte_of(const std::string& token) {
   return value;
 }
 
-}  // namespace
-
-TokenDecoder::TokenDecoder(const JsonSection& section) : is_given_(true) { add(section); }
-
-void TokenDecoder::add(const JsonSection& section) {
-  const std::string& type = section.type();
-  const auto count = [&](const char* key) {
-    return static_cast<std::size_t>(section.at(key).as_size(section.name_of(key)));
-  };
-  if (type == "Sequence") {
-    section.allow({"decoders"});
-    for (const JsonSection& one : section.list("decoders")) add(one);
-  } else if (type == "ByteLevel") {
-    section.allow({"add_prefix_space", "trim_offsets", "use_regex"});
-    steps_.push_back(ByteLevel{});
-  } else if (type == "ByteFallback") {
-    section.allow({});
-    steps_.push_back(ByteFallback{});
-  } else if (type == "Fuse") {
-    section.allow({});
-    steps_.push_back(Fuse{});
-  } else if (type == "Strip") {
-    section.allow({"content", "start", "stop"});
-    steps_.push_back(Strip{read_character(section, "content"), count("start"), count("stop")});
-  } else if (type == "Metaspace") {
-    section.allow({"replacement", "prepend_scheme", "split", "add_prefix_space", "str_rep"});
-    steps_.push_back(MetaspaceDecoder{read_character(section, "replacement"),
-                                      section.text_or("prepend_scheme", "always") != "never"});
-  } else if (type == "Replace") {
-    steps_.push_back(Replacement(section));
-  } else {
-    section.refuse_type("ByteLevel, ByteFallback, Fuse, Strip, Metaspace, Replace and Sequence");
-  }
-}
-
-std::string TokenDecoder::decode(std::vector<std::string> tokens) const {
-  if (!is_given_) return joined(tokens, " ");
-  for (const Step& step : steps_)
-    tokens = std::visit([&](const auto& s) { return run(s, tokens); }, step);
-  return joined(tokens, "");
-}
-
-TokenDecoder::TokenTexts TokenDecoder::run(const ByteLevel&, const TokenTexts& tokens) {
+TokenTexts decode_letters(const TokenTexts& tokens) {
   std::string bytes;
   for (const std::string& token : tokens) bytes += bytes_of_letters(token).value_or(token);
   return {with_replacements(bytes)};
 }
 
-TokenDecoder::TokenTexts TokenDecoder::run(const ByteFallback&, const TokenTexts& tokens) {
+TokenTexts join_bytes(const TokenTexts& tokens) {
   TokenTexts result;
   std::string bytes;
   const auto end_bytes = [&] {
@@ -113,30 +74,26 @@ TokenDecoder::TokenTexts TokenDecoder::run(const ByteFallback&, const TokenTexts
   return result;
 }
 
-TokenDecoder::TokenTexts TokenDecoder::run(const Fuse&, const TokenTexts& tokens) {
-  return {joined(tokens, "")};
-}
-
-TokenDecoder::TokenTexts TokenDecoder::run(const Strip& step, const TokenTexts& tokens) {
+TokenTexts strip(const TokenTexts& tokens, char32_t content, std::size_t start, std::size_t stop) {
   TokenTexts result;
   for (const std::string& token : tokens) {
     std::u32string text = code_points(token);
     std::size_t begin = 0, end = text.size();
-    while (begin < std::min(step.start, text.size()) && text[begin] == step.content) ++begin;
-    while (text.size() - end < step.stop && end > begin && text[end - 1] == step.content) --end;
+    while (begin < std::min(start, text.size()) && text[begin] == content) ++begin;
+    while (text.size() - end < stop && end > begin && text[end - 1] == content) --end;
     std::string& stripped = result.emplace_back();
     for (std::size_t i = begin; i < end; ++i) append_utf8(stripped, text[i]);
   }
   return result;
 }
 
-TokenDecoder::TokenTexts TokenDecoder::run(const MetaspaceDecoder& step, const TokenTexts& tokens) {
+TokenTexts with_spaces(const TokenTexts& tokens, char32_t replacement, bool has_prefix) {
   TokenTexts result;
   for (const std::string& token : tokens) {
-    const bool drops = result.empty() && step.has_prefix;
+    const bool drops = result.empty() && has_prefix;
     std::string& text = result.emplace_back();
     for (const char32_t c : code_points(token))
-      if (c != step.replacement)
+      if (c != replacement)
         append_utf8(text, c);
       else if (!drops)
         text += ' ';
@@ -144,11 +101,59 @@ TokenDecoder::TokenTexts TokenDecoder::run(const MetaspaceDecoder& step, const T
   return result;
 }
 
-TokenDecoder::TokenTexts TokenDecoder::run(const Replacement& step, const TokenTexts& tokens) {
+TokenTexts replaced(const TokenTexts& tokens, const Replacement& by) {
   TokenTexts result;
   std::string buffer;
-  for (const std::string& token : tokens) result.emplace_back(step.apply(token, buffer));
+  for (const std::string& token : tokens) result.emplace_back(by.apply(token, buffer));
   return result;
+}
+
+}  // namespace
+
+TokenDecoder::TokenDecoder(const JsonSection& section) : is_given_(true) { add(section); }
+
+void TokenDecoder::add(const JsonSection& section) {
+  const std::string& type = section.type();
+  const auto count = [&](const char* key) {
+    return static_cast<std::size_t>(section.at(key).as_size(section.name_of(key)));
+  };
+  if (type == "Sequence") {
+    section.allow({"decoders"});
+    for (const JsonSection& one : section.list("decoders")) add(one);
+  } else if (type == "ByteLevel") {
+    section.allow({"add_prefix_space", "trim_offsets", "use_regex"});
+    steps_.emplace_back(decode_letters);
+  } else if (type == "ByteFallback") {
+    section.allow({});
+    steps_.emplace_back(join_bytes);
+  } else if (type == "Fuse") {
+    section.allow({});
+    steps_.emplace_back([](const TokenTexts& tokens) { return TokenTexts{joined(tokens, "")}; });
+  } else if (type == "Strip") {
+    section.allow({"content", "start", "stop"});
+    steps_.emplace_back([content = read_character(section, "content"), start = count("start"),
+                         stop = count("stop")](const TokenTexts& tokens) {
+      return strip(tokens, content, start, stop);
+    });
+  } else if (type == "Metaspace") {
+    section.allow({"replacement", "prepend_scheme", "split", "add_prefix_space", "str_rep"});
+    steps_.emplace_back([replacement = read_character(section, "replacement"),
+                         has_prefix = section.text_or("prepend_scheme", "always") !=
+                                      "never"](const TokenTexts& tokens) {
+      return with_spaces(tokens, replacement, has_prefix);
+    });
+  } else if (type == "Replace") {
+    steps_.emplace_back(
+        [by = Replacement(section)](const TokenTexts& tokens) { return replaced(tokens, by); });
+  } else {
+    section.refuse_type("ByteLevel, ByteFallback, Fuse, Strip, Metaspace, Replace and Sequence");
+  }
+}
+
+std::string TokenDecoder::decode(std::vector<std::string> tokens) const {
+  if (!is_given_) return joined(tokens, " ");
+  for (const Step& step : steps_) tokens = step(tokens);
+  return joined(tokens, "");
 }
 
 }  // namespace moesh::tokenizer

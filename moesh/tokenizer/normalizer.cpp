@@ -19,12 +19,8 @@ bool is_syllable(char32_t c) { return c >= kS && c < kS + kNumS; }
 class Normalization {
  public:
   Normalization() {
-    for (std::size_t i = 0; i < tables::kCombiningClassesSize; ++i) {
-      const auto& entry = tables::kCombiningClasses[i];
-      classes_[entry.code_point] = entry.value;
-    }
-    for (std::size_t i = 0; i < tables::kDecompositionsSize; ++i) {
-      const auto& entry = tables::kDecompositions[i];
+    for (const auto& entry : tables::kCombiningClasses) classes_[entry.code_point] = entry.value;
+    for (const auto& entry : tables::kDecompositions) {
       decompositions_[entry.code_point] = {entry.first, entry.second};
       if (entry.composes) compositions_[key(entry.first, entry.second)] = entry.code_point;
     }
@@ -130,8 +126,9 @@ class Normalization {
   CodePointMasks unsafe_;
 };
 
-std::string_view normalized(std::string_view text, bool compose, std::string& buffer,
-                            Origins* origins) {
+// Canonical: composed or decomposed.
+std::string_view normal_form(std::string_view text, bool compose, std::string& buffer,
+                             Origins* origins) {
   static const Normalization normalization;
   const char *at = text.data(), *const end = at + text.size();
   // A safe code point never changes with what is before it. So a piece begins at one, and goes on
@@ -158,10 +155,12 @@ std::string_view normalized(std::string_view text, bool compose, std::string& bu
     keep(origins, place(copied), place(begin));
     const std::size_t before = buffer.size();
     normalization.add(code_points({begin, next}), compose, buffer);
-    if (std::string_view(buffer).substr(before) == std::string_view(begin, next))
-      keep(origins, place(begin), place(next));
-    else
-      replace(origins, place(begin), place(next), buffer.size() - before);
+    // What a piece begins with may stay as it is: a newline, where marks behind it change.
+    const char* same =
+        std::mismatch(begin, next, buffer.data() + before, buffer.data() + buffer.size()).first;
+    keep(origins, place(begin), place(same));
+    replace(origins, place(same), place(next),
+            buffer.size() - before - (place(same) - place(begin)));
     copied = begin = at = next;
   }
   if (!changed) return text;
@@ -171,13 +170,6 @@ std::string_view normalized(std::string_view text, bool compose, std::string& bu
 }
 
 }  // namespace
-
-std::string_view to_nfc(std::string_view text, std::string& buffer, Origins* origins) {
-  return normalized(text, true, buffer, origins);
-}
-std::string_view to_nfd(std::string_view text, std::string& buffer, Origins* origins) {
-  return normalized(text, false, buffer, origins);
-}
 
 std::variant<std::string, SplitPattern> read_what_to_find(const JsonSection& section) {
   const JsonSection what(section.at("pattern"), section.name_of("pattern"));
@@ -233,32 +225,29 @@ void Normalizer::add(const JsonSection& section) {
     for (const JsonSection& one : section.list("normalizers")) add(one);
   } else if (type == "NFC" || type == "NFD") {
     section.allow({});
-    if (type == "NFC")
-      steps_.push_back(Nfc{});
-    else
-      steps_.push_back(Nfd{});
+    steps_.emplace_back(
+        [compose = type == "NFC"](std::string_view text, std::string& buffer, Origins* origins) {
+          return normal_form(text, compose, buffer, origins);
+        });
   } else if (type == "Prepend") {
     section.allow({"prepend"});
-    steps_.push_back(Prepend{section.text("prepend")});
+    steps_.emplace_back([prefix = section.text("prepend")](std::string_view text,
+                                                           std::string& buffer, Origins* origins) {
+      if (text.empty()) return text;
+      buffer = prefix;
+      replace(origins, 0, first_character(text), buffer.size());
+      keep(origins, 0, text.size());
+      buffer += text;
+      return std::string_view(buffer);
+    });
   } else if (type == "Replace") {
-    steps_.push_back(Replacement(section));
+    steps_.emplace_back(
+        [by = Replacement(section)](std::string_view text, std::string& buffer, Origins* origins) {
+          return by.apply(text, buffer, origins);
+        });
   } else {
     section.refuse_type("NFC, NFD, Prepend, Replace and Sequence");
   }
-}
-
-std::string_view Normalizer::run(const Step& step, std::string_view text, std::string& buffer,
-                                 Origins* origins) {
-  if (std::holds_alternative<Nfc>(step)) return to_nfc(text, buffer, origins);
-  if (std::holds_alternative<Nfd>(step)) return to_nfd(text, buffer, origins);
-  if (const auto* replacement = std::get_if<Replacement>(&step))
-    return replacement->apply(text, buffer, origins);
-  if (text.empty()) return text;
-  buffer = std::get<Prepend>(step).text;
-  replace(origins, 0, first_character(text), buffer.size());
-  keep(origins, 0, text.size());
-  buffer += text;
-  return buffer;
 }
 
 std::string_view Normalizer::apply(std::string_view text, std::string (&buffers)[2],
@@ -267,7 +256,7 @@ std::string_view Normalizer::apply(std::string_view text, std::string (&buffers)
   if (origins) origins->clear();
   for (const Step& step : steps_) {
     Origins of_step;
-    const std::string_view result = run(step, text, buffers[free], origins ? &of_step : nullptr);
+    const std::string_view result = step(text, buffers[free], origins ? &of_step : nullptr);
     if (result.data() == buffers[free].data()) {
       free = 1 - free;
       if (origins) *origins = after(*origins, std::move(of_step));

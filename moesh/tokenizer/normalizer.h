@@ -2,6 +2,7 @@
 // Changes of a text before it is split, and where the bytes of a changed text come from.
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -73,14 +74,6 @@ class Occurrences {
   std::optional<Matches> matches_;  // of a pattern
 };
 
-// Canonical normalisation of Unicode (nfc.cpp).
-
-/// Composed. The result is `text` itself where nothing changes, or lies in `buffer`; then its
-/// origins are appended.
-std::string_view to_nfc(std::string_view text, std::string& buffer, Origins* origins = nullptr);
-/// Decomposed.
-std::string_view to_nfd(std::string_view text, std::string& buffer, Origins* origins = nullptr);
-
 class Normalizer {
  public:
   Normalizer() = default;  // changes nothing
@@ -92,15 +85,11 @@ class Normalizer {
                          Origins* origins = nullptr) const;
 
  private:
-  struct Nfc {};
-  struct Nfd {};
-  struct Prepend {
-    std::string text;
-  };
-  using Step = std::variant<Nfc, Nfd, Prepend, Replacement>;
+  /// The result is `text` itself where nothing changes, or lies in `buffer`; then its origins are
+  /// appended.
+  using Step =
+      std::function<std::string_view(std::string_view text, std::string& buffer, Origins* origins)>;
   void add(const JsonSection& section);
-  static std::string_view run(const Step& step, std::string_view text, std::string& buffer,
-                              Origins* origins);
 
   std::vector<Step> steps_;
 };

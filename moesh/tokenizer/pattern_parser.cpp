@@ -216,10 +216,10 @@ class Parser {
       return {.set = negated ? set.complement() : std::move(set)};
     };
     switch (c) {
-      case 's': return set_of(pattern_spaces(), false);
-      case 'S': return set_of(pattern_spaces(), true);
-      case 'w': return set_of(pattern_words(), false);
-      case 'W': return set_of(pattern_words(), true);
+      case 's': return set_of(CodePointSet(tables::kPatternSpaces), false);
+      case 'S': return set_of(CodePointSet(tables::kPatternSpaces), true);
+      case 'w': return set_of(CodePointSet(tables::kPatternWords), false);
+      case 'W': return set_of(CodePointSet(tables::kPatternWords), true);
       case 'd': return set_of(*category_set("Nd"), false);
       case 'D': return set_of(*category_set("Nd"), true);
       case 'p':

@@ -2,14 +2,12 @@
 // Splits a text into words: no token crosses the border of a word.
 
 #include <deque>
+#include <functional>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
-#include "moesh/tokenizer/code_points.h"
 #include "moesh/tokenizer/normalizer.h"
-#include "moesh/tokenizer/pattern.h"
 #include "moesh/tokenizer/sections.h"
 
 namespace moesh::tokenizer {
@@ -50,44 +48,9 @@ class PreTokenizer {
   void split(std::string_view text, bool at_start, WordBuffers& buffers) const;
 
  private:
-  enum class Behavior { removed, isolated, contiguous, merged_with_previous, merged_with_next };
-  struct Split {
-    std::variant<std::string, SplitPattern> what;
-    Behavior behavior;
-    bool invert = false;
-  };
-  struct SetSplit {  // what Split does, for single code points of a set
-    CodePointMasks set;
-    Behavior behavior;
-  };
-  struct WordsAndOthers {  // words, and other characters that are not white space
-    CodePointMasks sets;
-  };
-  struct PrefixSpace {};
-  struct Metaspace {
-    std::string replacement;
-    enum class PrependScheme { always, first, never } prepend;
-    bool split;
-  };
-  struct MatchedText {
-    std::size_t begin, end;
-    bool is_match;
-  };
-  using Step = std::variant<Split, SetSplit, WordsAndOthers, PrefixSpace, Metaspace>;
-
+  /// Appends what becomes of a word to buffers.words.
+  using Step = std::function<void(const Word& word, WordBuffers& buffers)>;
   void add(const JsonSection& section);
-  void add_byte_level(const JsonSection& section);
-  static Behavior read_behavior(const JsonSection& section, const char* otherwise);
-  static Metaspace read_metaspace(const JsonSection& section);
-  static void run(const Split& step, WordBuffers& buffers, const Word& word);
-  static void run(const SetSplit& step, WordBuffers& buffers, const Word& word);
-  static void run(const WordsAndOthers& step, WordBuffers& buffers, const Word& word);
-  static void run(const PrefixSpace& step, WordBuffers& buffers, const Word& word);
-  static void run(const Metaspace& step, WordBuffers& buffers, const Word& word);
-  static ChangedText& change(const Word& word, WordBuffers& buffers, std::string_view prefix,
-                             std::string_view for_space = " ");
-  static void add_parts(const std::vector<MatchedText>& parts, Behavior behavior, const Word& word,
-                        std::vector<Word>& to);
 
   std::vector<Step> steps_;
   bool is_byte_level_ = false;

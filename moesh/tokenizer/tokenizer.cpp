@@ -183,12 +183,8 @@ void Tokenizer::encode_text(std::string_view text, bool at_start, EncodeBuffers&
     }
     pre_tokenizer_.split(piece.text, at_start && place == 0, buffers.words);
     for (const Word& word : buffers.words.words) {
-      if (!spans) {
-        model_.encode(word.text, buffers.cache, ids);
-        continue;
-      }
       buffers.widths.clear();
-      model_.encode(word.text, buffers.cache, ids, &buffers.widths);
+      model_.encode(word.text, buffers.cache, ids, spans ? &buffers.widths : nullptr);
       std::size_t done = 0;
       for (const std::size_t width : buffers.widths) {
         add_span(buffers.words.origin(word, {done, done + width}));

@@ -45,7 +45,7 @@ std::vector<models::LayerRange> stages_of(const Config& config, int rank) {
 
 }  // namespace
 
-nn::RouterShape router_shape(const Config& config) {
+nn::RouterConfig router_config(const Config& config) {
   nn::RouterConfig router = std::visit(
       [](const auto& m) {
         nn::RouterConfig r = m.plan().moe.router;
@@ -54,7 +54,7 @@ nn::RouterShape router_shape(const Config& config) {
       },
       config.model.architecture);
   router.forced_balance = config.moe.force_load_balance;
-  return router.shape();
+  return router;
 }
 
 namespace {
@@ -220,7 +220,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
   // By the device of the run, which an estimate counts for on another.
   const at::Device of_run(config.training.device);
   const nn::Dispatcher way =
-      nn::resolve(dispatcher(config), current_mesh().shape(), router_shape(config),
+      nn::resolve(dispatcher(config), current_mesh().shape(), router_config(config),
                   device.is_meta() ? nn::planned_exchange(of_run) : nn::transport_of(of_run));
   auto model = models::make_model(config.model.architecture,
                                   {.dtype = scalar_type(config),

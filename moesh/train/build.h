@@ -20,7 +20,7 @@ namespace moesh::train {
 using config::Config;
 
 /// How the routers of the model choose.
-nn::RouterShape router_shape(const Config& config);
+nn::RouterConfig router_config(const Config& config);
 
 /// The parameters of the whole model that training.freeze names: by moesh's own names of
 /// parameters, or by those that files have for them. Throws Error (config) where a name of it

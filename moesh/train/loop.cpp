@@ -299,7 +299,7 @@ class Reporter {
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
       log_info("dispatcher auto: ", nn::describe_choice(nn::transport_of(device(config)),
-                                                        mesh.shape(), router_shape(config)));
+                                                        mesh.shape(), router_config(config)));
   }
 
   // Between these two are the messages of the step: not those of validation and saving.

@@ -21,7 +21,7 @@ using formats::IdType;
 // [L, T, K] of a step.
 std::vector<std::int64_t> sizes_of_step(const Config& config, const models::Model& model) {
   return {model.num_moe_layers(), sample_order(config).num_per_step() * config.data.sequence_length,
-          router_shape(config).top_k};
+          router_config(config).top_k};
 }
 
 at::ScalarType type_of(IdType type, const std::string& name) {
@@ -121,7 +121,7 @@ void RoutingFiles::write(const std::filesystem::path& path) const {
   constexpr std::int64_t kMostTokens = 1 << 20;  // of a piece
   const std::filesystem::path partial = path.string() + ".partial";
   const auto sizes = sizes_of_step(config_, model_);
-  std::optional<checkpoint::CheckpointFile> file;
+  std::optional<formats::OutputFile> file;
   std::uint64_t written = 0;
   const auto on_rank_0 = [&](const auto& f) {
     checkpoint::together(world_, [&] {
@@ -134,7 +134,7 @@ void RoutingFiles::write(const std::filesystem::path& path) const {
   };
   on_rank_0([&] {
     formats::file_system().remove(partial);
-    file.emplace(partial, checkpoint::CheckpointFile::Mode::create);
+    file.emplace(partial, formats::OutputFile::Mode::create);
     append(formats::npy_header(IdType::int16, sizes));
   });
   for (std::int64_t layer = 0; layer < sizes[0]; ++layer)

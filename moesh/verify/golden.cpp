@@ -177,7 +177,7 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
   if (nearby) nearby->move_weights(*model);
   if (record)
     *record = std::make_unique<RoutingRecord>(model->num_moe_layers(), golden.input_ids_BL.numel(),
-                                              router_shape(config).top_k);
+                                              router_config(config).top_k);
   const auto of_dp = [&](const at::Tensor& t) {
     return t.narrow(0, mesh.coordinate(dp) * batch, batch);
   };

@@ -65,7 +65,7 @@ Routing make_records(const VerifyCase& c, const models::Model& model) {
   Routing routing;
   for (int step = 0; step < c.steps; ++step)
     routing.push_back(std::make_unique<RoutingRecord>(model.num_moe_layers(), num_tokens,
-                                                      router_shape(c.config).top_k));
+                                                      router_config(c.config).top_k));
   return routing;
 }
 

@@ -88,7 +88,7 @@ TEST(Layouts, InOutHalvesAndInterleavedAreWhatTorchMakesOfThem) {
     const TemporaryFolder folder;
     const auto plan = plan_files("model", table.tensors, 1 << 20);
     const auto path = folder.path() / "model.safetensors";
-    CheckpointFile out(path, CheckpointFile::Mode::create);
+    formats::OutputFile out(path, formats::OutputFile::Mode::create);
     out.reserve(plan[0].size);
     out.write(0, plan[0].header);
     // Written in four uneven pieces, read in three others.
@@ -128,7 +128,7 @@ TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
     table.tensors[0].dtype = formats::Dtype::f32;
     const at::Tensor whole = at::arange(num_elements(shape), at::kFloat).reshape(shape);
     const auto plan = plan_files("model", table.tensors, 1);
-    CheckpointFile out(folder.path() / "model.safetensors", CheckpointFile::Mode::create);
+    formats::OutputFile out(folder.path() / "model.safetensors", formats::OutputFile::Mode::create);
     out.reserve(plan[0].size);
     out.write(0, plan[0].header);
     const std::vector<TensorPart> all{

@@ -31,7 +31,7 @@ TEST(BestFit, PutsEachPieceWhereItLeavesLeastRoom) {
 
 // Documents whose tokens say which they are: document * 1000 + place in it.
 Corpus corpus_of(const std::vector<std::int64_t>& lengths) {
-  Corpus corpus{.name = "corpus", .vocab_size = 1 << 30};
+  Corpus corpus("corpus", 1 << 30);
   for (std::size_t d = 0; d < lengths.size(); ++d) {
     corpus.starts.push_back(std::ssize(corpus.tokens));
     for (std::int64_t i = 0; i < lengths[d]; ++i)
@@ -48,7 +48,7 @@ TEST(BestFit, MakesALabelOfEveryTokenButTheFirstOfItsDocument) {
   std::vector<std::int64_t> lengths{0, 1, 2, kLength, kLength + 1, kLength + 2, 5 * kLength};
   for (std::uint64_t i = 0; i < 2500; ++i)
     lengths.push_back(static_cast<std::int64_t>(random.bits(i) % 50));
-  const BestFitDataset data(make_store(corpus_of(lengths)), kLength, 7, true);
+  const BestFitDataset data(std::make_shared<Corpus>(corpus_of(lengths)), kLength, 7, true);
   std::map<std::int64_t, int> seen;  // labels by token
   std::int64_t num_labels = 0;
   const std::int64_t size = *data.size();
@@ -75,7 +75,7 @@ TEST(BestFit, MakesALabelOfEveryTokenButTheFirstOfItsDocument) {
 
 // Two sequences are full, and one has 5 of 7 tokens.
 TEST(BestFit, SaysHowMuchIsFilled) {
-  const BestFitDataset data(make_store(corpus_of({13, 3, 2})), 6, 7, true);
+  const BestFitDataset data(std::make_shared<Corpus>(corpus_of({13, 3, 2})), 6, 7, true);
   EXPECT_EQ(data.describe(),
             "corpus: 3 documents, 18 tokens, 3 sequences of 6 by best fit, 90 % filled");
 }
@@ -90,7 +90,7 @@ TEST(BestFit, CountsTheSequencesThatLongDocumentsFill) {
     for (std::int64_t i = 0; lengths[d] - i > 1; i += length)
       pieces.push_back({corpus.starts[d] + i, std::min(length + 1, lengths[d] - i)});
   const auto wanted = best_fit(pieces, length + 1);
-  const BestFitDataset data(make_store(corpus), length, 7, /*shuffle=*/false);
+  const BestFitDataset data(std::make_shared<Corpus>(corpus), length, 7, /*shuffle=*/false);
   ASSERT_EQ(*data.size(), std::ssize(wanted));
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     std::vector<TokenId> tokens;
@@ -133,7 +133,7 @@ TEST(BestFit, TakesADocumentOfAnyLength) {
 TEST(BestFit, BeginsAgainAfterTheLastSequence) {
   const std::vector<std::int64_t> lengths(40, 3);
   for (const bool shuffle : {true, false}) {
-    const BestFitDataset data(make_store(corpus_of(lengths)), 6, 7, shuffle);
+    const BestFitDataset data(std::make_shared<Corpus>(corpus_of(lengths)), 6, 7, shuffle);
     ASSERT_EQ(*data.size(), 20);
     const auto epoch = [&](std::int64_t number) {
       std::vector<std::vector<TokenId>> all;
@@ -148,17 +148,19 @@ TEST(BestFit, BeginsAgainAfterTheLastSequence) {
 }
 
 TEST(BestFit, RefusesWhatHoldsNothingToLearn) {
-  expect_parts(error_of([] { BestFitDataset(make_store(corpus_of({1, 0, 1})), 4, 0, true); },
-                        ErrorKind::data),
-               {"corpus has 3 documents and 2", "less than two"});
   expect_parts(
-      error_of([] { BestFitDataset(make_store(corpus_of({5})), 0, 0, true); }, ErrorKind::config),
+      error_of([] { BestFitDataset(std::make_shared<Corpus>(corpus_of({1, 0, 1})), 4, 0, true); },
+               ErrorKind::data),
+      {"corpus has 3 documents and 2", "less than two"});
+  expect_parts(
+      error_of([] { BestFitDataset(std::make_shared<Corpus>(corpus_of({5})), 0, 0, true); },
+               ErrorKind::config),
       {"sequence_length is 0"});
 }
 
 // What is read once is padding from its end on: nothing is learned there.
 TEST(OneEpoch, EndsInPadding) {
-  const PackedDataset data(make_store(corpus_of({10})), 3, 0, false);
+  const PackedDataset data(std::make_shared<Corpus>(corpus_of({10})), 3, 0, false);
   const OneEpoch once(data);
   ASSERT_EQ(*once.size(), 3);
   for (std::int64_t i = 0; i < 3; ++i) EXPECT_EQ(once.get(i).tokens, data.get(i).tokens);

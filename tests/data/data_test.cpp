@@ -6,7 +6,6 @@
 
 #include "moesh/data/dataset.h"
 #include "moesh/data/packed.h"
-#include "moesh/data/synthetic.h"
 #include "tests/support.h"
 
 namespace moesh::data {

@@ -11,13 +11,14 @@ using Numbers = std::vector<std::int64_t>;
 using Ids = std::vector<TokenId>;
 
 Corpus corpus_of(const std::vector<std::string>& documents) {
-  Corpus corpus{.name = "corpus"};
+  Corpus corpus("corpus");
   for (const std::string& document : documents) corpus.add(document);
   return corpus;
 }
 
 TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
-  const PackedDataset data(corpus_of({"abc", "", "de"}), 3, 0, false);  // a b c | d e |
+  const PackedDataset data(std::make_shared<Corpus>(corpus_of({"abc", "", "de"})), 3, 0,
+                           false);  // a b c | d e |
   constexpr TokenId kEnd = kEndOfDocument;
   EXPECT_EQ(data.size().value(), 2);
   EXPECT_EQ(data.get(0).tokens, (Ids{'a', 'b', 'c', kEnd}));
@@ -26,7 +27,7 @@ TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
   EXPECT_EQ(data.get(1).documents, (Numbers{0, 1, 1, 1}));
   EXPECT_EQ(data.get(2).tokens, data.get(0).tokens);  // from the beginning
   EXPECT_EQ(data.describe(), "corpus: 2 documents, 7 tokens, 2 sequences of 3");
-  EXPECT_EQ(PackedDataset(corpus_of({"abc"}), 3, 0, false).describe(),
+  EXPECT_EQ(PackedDataset(std::make_shared<Corpus>(corpus_of({"abc"})), 3, 0, false).describe(),
             "corpus: 1 document, 4 tokens, 1 sequences of 3");
 
   // The first token of a document is not to be predicted from the one before it.
@@ -47,7 +48,7 @@ TEST(Packed, NothingIsLostButTheEnd) {
       corpus_of({"the first document", "x", "another one,\nwith two lines", "last"});
   const auto num_tokens = std::ssize(corpus.tokens);
   for (std::int64_t length = 1; length < num_tokens; ++length) {
-    const PackedDataset data(corpus, length, 0, false);
+    const PackedDataset data(std::make_shared<Corpus>(corpus), length, 0, false);
     Ids joined{corpus.tokens[0]};
     Numbers documents{0};
     for (std::int64_t i = 0; i < data.size().value(); ++i) {
@@ -69,7 +70,8 @@ TEST(Packed, NothingIsLostButTheEnd) {
 TEST(Packed, EveryEpochHasAllSequencesInAnotherOrder) {
   std::string text;
   for (int i = 0; i < 40; ++i) text += static_cast<char>('0' + i);
-  const PackedDataset data(corpus_of({text}), 1, 7, true), again(corpus_of({text}), 1, 7, true);
+  const PackedDataset data(std::make_shared<Corpus>(corpus_of({text})), 1, 7, true),
+      again(std::make_shared<Corpus>(corpus_of({text})), 1, 7, true);
   const auto epoch = [](const PackedDataset& d, std::int64_t number) {
     Numbers firsts;
     for (std::int64_t i = 0; i < d.size().value(); ++i)
@@ -82,7 +84,8 @@ TEST(Packed, EveryEpochHasAllSequencesInAnotherOrder) {
   EXPECT_EQ(std::set(second.begin(), second.end()).size(), 40u);
   EXPECT_NE(first, second);
   EXPECT_EQ(first, epoch(again, 0));
-  EXPECT_NE(first, epoch(PackedDataset(corpus_of({text}), 1, 8, true), 0));
+  EXPECT_NE(first,
+            epoch(PackedDataset(std::make_shared<Corpus>(corpus_of({text})), 1, 8, true), 0));
   EXPECT_FALSE(std::is_sorted(first.begin(), first.end()));
 }
 
@@ -95,11 +98,9 @@ TEST(Packed, TextFilesAreBytes) {
 
 // The largest vocabulary of the five models has 201,088 words.
 TEST(Packed, HoldsIdsThatNeedMoreThan16Bits) {
-  const Corpus corpus{.name = "ids",
-                      .tokens = {201'087, 65'535, 65'536, 0, 129'279},
-                      .starts = {0, 3},
-                      .vocab_size = 201'088};
-  const PackedDataset data(corpus, 4, 0, false);
+  Corpus corpus("ids", 201'088);
+  corpus.tokens = {201'087, 65'535, 65'536, 0, 129'279}, corpus.starts = {0, 3};
+  const PackedDataset data(std::make_shared<Corpus>(corpus), 4, 0, false);
   EXPECT_EQ(data.vocab_size(), 201'088);
   EXPECT_EQ(data.get(0).tokens, corpus.tokens);
   const Batch batch = make_batch(data, 0, 1);
@@ -111,19 +112,23 @@ TEST(Packed, HoldsIdsThatNeedMoreThan16Bits) {
 
 TEST(Packed, SaysWhatIsWrongWithAFile) {
   const auto error = [](const std::string& path, std::int64_t length) {
-    return error_of([&] { PackedDataset(read_text_corpus(path), length, 0, true); },
-                    ErrorKind::data);
+    return error_of(
+        [&] { PackedDataset(std::make_shared<Corpus>(read_text_corpus(path)), length, 0, true); },
+        ErrorKind::data);
   };
   const TemporaryFile empty("empty.txt", ""), brief("brief.txt", "twelve bytes");
   expect_parts(error(empty.path(), 4), {empty.path(), "holds no text", "data.path"});
   expect_parts(error(brief.path(), 64), {brief.path(), "13 tokens", "data.sequence_length = 64",
                                          "needs 65", "to 12 or less"});
-  EXPECT_EQ(PackedDataset(read_text_corpus(brief.path()), 12, 0, true).size(),
-            1);  // the cure works
+  EXPECT_EQ(
+      PackedDataset(std::make_shared<Corpus>(read_text_corpus(brief.path())), 12, 0, true).size(),
+      1);  // the cure works
   expect_parts(error("no_such_folder/corpus.txt", 4),
                {"no_such_folder/corpus.txt", "No such file"});
-  expect_parts(error_of([&] { PackedDataset(corpus_of({"a"}), 0, 0, true); }, ErrorKind::config),
-               {"sequence_length is 0"});
+  expect_parts(
+      error_of([&] { PackedDataset(std::make_shared<Corpus>(corpus_of({"a"})), 0, 0, true); },
+               ErrorKind::config),
+      {"sequence_length is 0"});
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <cstdlib>
 
-#include "moesh/data/synthetic.h"
+#include "moesh/data/dataset.h"
 #include "tests/support.h"
 
 namespace moesh::data {
@@ -112,8 +112,9 @@ TEST(DatasetKinds, GiveTheChoicesAndTheHelp) {
   using Names = std::vector<std::string>;
   EXPECT_EQ(dataset_choices(),
             (Names{"auto", "synthetic", "text", "jsonl", "indexed", "npy", "uint16", "uint32"}));
-  EXPECT_EQ(file_choices(), (Names{"auto", "text", "jsonl", "indexed", "npy", "uint16", "uint32"}));
-  EXPECT_EQ(choices_without_file(), (Names{"auto", "synthetic"}));
+  EXPECT_EQ(dataset_choices(/*reads_file=*/true),
+            (Names{"auto", "text", "jsonl", "indexed", "npy", "uint16", "uint32"}));
+  EXPECT_EQ(dataset_choices(/*reads_file=*/false), (Names{"auto", "synthetic"}));
   EXPECT_EQ(
       dataset_help(),
       "format of the data; auto: jsonl for *.jsonl, text for *.txt, indexed for *.bin, indexed for "

@@ -479,7 +479,7 @@ TEST(Estimate, ChoosesTheDispatcherOfTheRunThatItPlans) {
   const Config c = load({"--model=deepseek_v3:tiny", "--mesh=dp_shard=2,ep=2"});
   const auto choice = [&](nn::Transport exchange) {
     return to_string(
-        nn::resolve(nn::Dispatcher::automatic, mesh_shape(c), train::router_shape(c), exchange));
+        nn::resolve(nn::Dispatcher::automatic, mesh_shape(c), train::router_config(c), exchange));
   };
   ASSERT_NE(choice(nn::Transport::nccl), choice(nn::Transport::threads_on_gpu));
   ASSERT_NE(sent("cuda", "all_to_all"), sent("cuda", "all_gather"));

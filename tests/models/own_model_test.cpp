@@ -20,10 +20,9 @@ namespace moesh::models {
 namespace {
 
 struct Dots1Config : GroupedDecoderConfig, DeepseekMoe {
-  static constexpr const char* kName = "dots1";  // --model dots1:tiny
-  static constexpr const char *kModelType = "dots1",
-                              *kArchitecture = "Dots1ForCausalLM";  // in config.json
-  static std::vector<BuiltIn<Dots1Config>> built_in();              // "tiny", "142b-a14b"
+  // --model dots1:tiny; model_type and architecture in config.json
+  static constexpr ModelNames kNames{"dots1", "dots1", "Dots1ForCausalLM"};
+  static std::vector<BuiltIn<Dots1Config>> built_in();  // "tiny", "142b-a14b"
   ModelKeys keys();          // what [model] of a TOML file may set, with help texts
   ModelFacts facts() const;  // limits that a mesh must respect; here: it has an expert bias
   std::optional<BrokenRule> broken_rule() const;  // what its keys must fulfil together
@@ -62,12 +61,10 @@ std::optional<BrokenRule> Dots1Config::broken_rule() const {
 }
 
 DecoderPlan Dots1Config::plan() const {
-  DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
-    nn::GroupedAttentionConfig attention = c.attention();
-    attention.qk_norm = nn::QkNorm::weighted;
-    return std::make_unique<nn::GroupedAttention>(attention, name, o);
-  };
+  DecoderPlan plan =
+      grouped_plan(*this, [](nn::GroupedAttentionConfig& attention, std::int64_t /*layer*/) {
+        attention.qk_norm = nn::QkNorm::weighted;
+      });
   add_to(plan);  // DeepseekMoe
   return plan;
 }

@@ -240,8 +240,8 @@ TEST(Attention, SendsWhatQueriesSee) {
           };
           const auto q = heads(), k = heads(), v = heads();
           const comm::Trace forward;
-          const auto y = nn::attend(q, nn::seen_positions(k, tokens, o),
-                                    nn::seen_positions(v, tokens, o), {}, tokens, o);
+          const auto y = nn::attend(q, nn::start_seen_positions(k, tokens, o).wait(),
+                                    nn::start_seen_positions(v, tokens, o).wait(), {}, tokens, o);
           const comm::Trace backward_trace;
           if (in_backward) local(y).sum().backward();
           if (world.rank() == rank)

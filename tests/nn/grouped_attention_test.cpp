@@ -10,7 +10,7 @@
 #include <map>
 
 #include "moesh/fsdp/fsdp.h"
-#include "moesh/nn/mlp.h"
+#include "moesh/nn/experts.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {

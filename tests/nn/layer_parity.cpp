@@ -1,4 +1,5 @@
 #include "tests/nn/layer_parity.h"
+#include "tests/nn/router_statistics.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -25,7 +26,7 @@ at::Tensor make_data(const LayerCase& c, std::int64_t num_sequences, const char*
   for (std::int64_t i = 0; i < x.numel(); ++i)
     x.data_ptr<double>()[i] =
         random.normal(static_cast<std::uint64_t>(c.identical_tokens ? i % dim : i));
-  return x.to(at::TensorOptions(c.layer.device).dtype(c.layer.dtype));
+  return x.to(at::TensorOptions(c.options.device).dtype(c.options.dtype));
 }
 
 SequenceShard shard_of(const LayerCase& c, const Mesh& mesh) {
@@ -45,7 +46,7 @@ at::Tensor mine(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
 // One forward, backward and bias update, the same code on every mesh.
 std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingRecord* record,
                                   RoutingRecord* replay) {
-  nn::Moe moe(c.layer);
+  nn::Moe moe(c.layer, c.options);
   if (c.equal_scores) {
     const at::NoGradGuard no_grad;
     moe.router().gate().stored().value.zero_();
@@ -124,7 +125,7 @@ std::string LayerCase::describe() const {
      << (layer.shared_ffn ? " shared" + std::to_string(layer.shared_ffn) : "")
      << (layer.experts.biases ? " biases" : "") << " B" << batch << " L" << sequence << " E"
      << layer.router.num_experts << " K" << layer.router.top_k << " F" << layer.experts.ffn << " "
-     << at::toString(layer.dtype);
+     << at::toString(options.dtype);
   return os.str();
 }
 
@@ -164,7 +165,7 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases,
   std::vector<std::unique_ptr<Findings>> findings;
   for (const auto* r : references)
     findings.push_back(std::make_unique<Findings>(
-        shape.num_ranks(), *r, layer_tolerance(cases[findings.size()].layer.dtype)));
+        shape.num_ranks(), *r, layer_tolerance(cases[findings.size()].options.dtype)));
   // After a fault the world is started again with the case after the one that failed.
   size_t next = 0;
   while (next < cases.size()) {

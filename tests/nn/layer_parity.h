@@ -15,6 +15,7 @@ namespace moesh::verify {
 /// One layer, one micro-batch; sizes are those of the whole.
 struct LayerCase {
   nn::MoeConfig layer;
+  nn::ModuleOptions options;
   std::int64_t batch = 1;  // sequences of each dp rank
   std::int64_t sequence = 8;
   bool sequence_parallel = true;

@@ -10,7 +10,6 @@
 #include "moesh/comm/stream.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/vocabulary.h"
 #include "tests/spmd/device.h"
@@ -60,7 +59,8 @@ at::Tensor my_tokens(const at::Tensor& x_BL, const Mesh& mesh, const Tokens& tok
 TEST(Layouts, AnEmbeddingIsAPartialSum) {
   constexpr std::int64_t V = 7, D = 3, L = 5;
   const auto embed = [](const Mesh& mesh, const at::Tensor& ids_BL) {
-    const Embedding embedding("embed", V, D, at::kDouble, test_device(), kInit);
+    const Embedding embedding("embed", V, D,
+                              {.dtype = at::kDouble, .device = test_device(), .init = kInit});
     const Tokens tokens(mesh, ids_BL.size(0) / mesh.size(dp), L, true);
     return embedding(my_tokens(ids_BL, mesh, tokens));
   };
@@ -192,8 +192,8 @@ struct Routed {
   Route route;
 
   Routed(const Mesh& mesh, const at::Tensor& x_BLD)
-      : router({.num_experts = 6, .top_k = 2}, "gate", x_BLD.size(2), at::kDouble, test_device(),
-               kInit),
+      : router({.num_experts = 6, .top_k = 2}, "gate", x_BLD.size(2),
+               {.dtype = at::kDouble, .device = test_device(), .init = kInit}),
         tokens(mesh, x_BLD.size(0) / mesh.size(dp), x_BLD.size(1), true) {
     const at::Tensor mine =
         tokens.mine(x_BLD.narrow(0, mesh.coordinate(dp) * tokens.batch(), tokens.batch()));
@@ -277,7 +277,7 @@ TEST(Layouts, ExpertsGivePartialSums) {
       at::arange(N * K).mul(3).remainder(kExperts).reshape({N, K}).to(test_device());
   const auto run = [&](const Tensor<Sparse{T, R, R}>& rows) {
     const Experts experts({.num_experts = kExperts, .dim = D, .ffn = 6, .biases = true}, "experts",
-                          at::kDouble, test_device(), kInit);
+                          {.dtype = at::kDouble, .device = test_device(), .init = kInit});
     return experts.apply_to_tokens(rows, assume<Sparse{T, R, R}>(scores), chosen);
   };
   at::Tensor alone, d_x;
@@ -356,8 +356,8 @@ TEST(Layouts, ExpertsAreStoredInEqualParts) {
        {Case{six, 6, {1, 12, 6}}, Case{six, 4, {2, 4, 6}}, Case{six, 2, {1, 4, 6}},
         Case{replicas, 2, {1, 12, 6}}})
     on_mesh(shape, [&](const Mesh& mesh) {
-      Experts all({.num_experts = experts, .dim = 6, .ffn = 12}, "experts", at::kDouble,
-                  test_device(), kInit);
+      Experts all({.num_experts = experts, .dim = 6, .ffn = 12}, "experts",
+                  {.dtype = at::kDouble, .device = test_device(), .init = kInit});
       bool is_first = true;  // w1
       all.each_param([&](auto& w) {
         if (is_first) EXPECT_EQ(w.stored().value.sizes().vec(), part) << experts << " experts";

@@ -52,7 +52,8 @@ at::Tensor largest_on_mesh(const at::Tensor& q, const at::Tensor& k, const Atten
         return assume<Dense{T, T, F}>(tokens.my_span(x.narrow(0, first, count))
                                           .narrow(2, heads * mesh.coordinate(tp), heads));
       };
-      found.see(mine(q), nn::seen_positions(mine(k), tokens, o), tokens, o, most_scores);
+      found.see(mine(q), nn::start_seen_positions(mine(k), tokens, o).wait(), tokens, o,
+                most_scores);
     }
     const auto heads = q.size(2) / mesh.size(tp);
     const std::lock_guard lock(mutex);

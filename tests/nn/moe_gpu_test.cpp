@@ -32,8 +32,6 @@ nn::MoeConfig layer_of(const nn::RouterConfig& router, const nn::RoutedExpertsCo
   c.router.num_experts = c.experts.num_experts = 16;
   c.router.top_k = 4;
   c.experts.dim = 136, c.experts.ffn = 72;
-  c.dtype = at::kBFloat16, c.device = test_device();
-  c.init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 7};
   return c;
 }
 
@@ -65,11 +63,15 @@ struct Layer {
   at::Tensor x_BLD, y_BLD;
 
   Layer(const Mesh& mesh, const nn::MoeConfig& config)
-      : moe(config), tokens(mesh, 2, 75, true), x_BLD(random_input(config)) {}
+      : moe(config, {.dtype = at::kBFloat16,
+                     .device = test_device(),
+                     .init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 7}}),
+        tokens(mesh, 2, 75, true),
+        x_BLD(random_input(config)) {}
 
   at::Tensor random_input(const nn::MoeConfig& config) const {
     return at::randn({2, tokens.length(), config.experts.dim},
-                     at::TensorOptions(config.device).dtype(config.dtype))
+                     at::TensorOptions(test_device()).dtype(at::kBFloat16))
         .requires_grad_(true);
   }
   void run() {

@@ -33,9 +33,9 @@ LayerCase small_case() {
   LayerCase c;
   c.layer.router = {.num_experts = 8, .top_k = 3, .normalize = true};
   c.layer.experts = {.num_experts = 8, .dim = 6, .ffn = 5};
-  c.layer.dtype = at::kDouble;
-  c.layer.device = test_device();
-  c.layer.init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3};
+  c.options.dtype = at::kDouble;
+  c.options.device = test_device();
+  c.options.init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 3};
   c.batch = 2, c.sequence = 7;
   return c;
 }
@@ -79,8 +79,8 @@ TEST(Float8Rows, AreThoseOfOneRank) {
   for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
     for (const std::int64_t shared : {0, 5}) {
       LayerCase c = small_case();
-      c.layer.float8.rows = 3;
-      c.layer.dtype = dtype, c.layer.shared_ffn = shared;
+      c.options.float8.rows = 3;
+      c.options.dtype = dtype, c.layer.shared_ffn = shared;
       c.replay = dtype != at::kDouble;
       auto meshes = kMoeMeshes;
       meshes.push_back({.dp_shard = 2});
@@ -94,7 +94,7 @@ TEST(Float8Rows, AreThoseOfOneRank) {
 TEST(Float8Rows, AreRounded) {
   LayerCase c = small_case();
   const auto plain = verify::run_reference(c, 1);
-  c.layer.float8.rows = 3;
+  c.options.float8.rows = 3;
   const auto rounded = verify::run_reference(c, 1);
   for (const char* name : {"output", "d(x)", "d(moe.experts.w1)", "d(moe.experts.w2)"}) {
     const double off = ((plain[name] - rounded[name]).norm() / plain[name].norm()).item<double>();
@@ -156,7 +156,7 @@ TEST(Edge, MoreStorageRanksThanExperts) {
 
 TEST(Parity, InFloat32WithReplayedRouting) {
   LayerCase c = small_case();
-  c.layer.dtype = at::kFloat;
+  c.options.dtype = at::kFloat;
   c.layer.shared_ffn = 6;
   c.replay = true;
   expect_parity(c);
@@ -164,9 +164,9 @@ TEST(Parity, InFloat32WithReplayedRouting) {
 
 TEST(Parity, InBfloat16WithReplayedRouting) {
   LayerCase c = small_case();
-  c.layer.dtype = at::kBFloat16;
+  c.options.dtype = at::kBFloat16;
   c.layer.experts.dim = 32, c.layer.experts.ffn = 16;
-  c.layer.init.scale = 0.2;
+  c.options.init.scale = 0.2;
   c.replay = true;
   expect_parity(c);
 }
@@ -184,12 +184,14 @@ TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
             nn::MoeConfig config;
             config.router = {.num_experts = 8 * s, .top_k = 2, .normalize = true, .epsilon = 0};
             config.experts = {.num_experts = 8 * s, .dim = 4, .ffn = 4};
-            config.dtype = at::kDouble, config.device = test_device();
-            config.init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 2};
+            const nn::ModuleOptions options{
+                .dtype = at::kDouble,
+                .device = test_device(),
+                .init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 2}};
             for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather,
                                     nn::Dispatcher::two_hops}) {
               config.dispatcher = dispatcher;
-              nn::Moe moe(config);
+              nn::Moe moe(config, options);
               // w1 reads a feature that is always 1, w3 and w2 are the identity: every expert gives
               // silu(1) x.
               const at::NoGradGuard no_grad;
@@ -248,10 +250,10 @@ TEST(Reference, SharedExpertsAddTheirSwiglu) {
   const at::Tensor x = at::randn({2, 7, 6}, at::TensorOptions(at::kDouble).device(test_device()));
   const auto y = [&](nn::Moe& moe) { return local(moe(assume<Dense{T, T, T}>(x), tokens).y); };
   nn::MoeConfig config = small_case().layer;
-  nn::Moe without(config);
+  nn::Moe without(config, small_case().options);
   for (const std::int64_t ffn : {1, 5}) {
     config.shared_ffn = ffn;
-    nn::Moe with(config);
+    nn::Moe with(config, small_case().options);
     std::map<std::string, at::Tensor> weights;
     with.each_param([&](auto& w) { weights[w.name()] = w.stored().value.detach(); });
     const auto product = [&](const at::Tensor& t, const char* name) {
@@ -294,9 +296,11 @@ TEST(Reference, OneRankAgreesWithTheSlowLoop) {
                                                 : kernels::Activation::swiglu,
                           .scores = side,
                           .biases = gpt_oss};
-        config.dtype = at::kDouble, config.device = test_device();
-        config.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 8};
-        nn::Moe moe(config);
+        const nn::ModuleOptions options{
+            .dtype = at::kDouble,
+            .device = test_device(),
+            .init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 8}};
+        nn::Moe moe(config, options);
         moe.router().expert_bias() =
             at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
         const nn::Tokens tokens(mesh, 2, 9, true);
@@ -357,9 +361,11 @@ std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
         config.router = {.num_experts = 8, .top_k = 2, .normalize = true};
         config.experts = {.num_experts = 8, .dim = 6, .ffn = 8};
         config.shared_ffn = 4;
-        config.dtype = at::kDouble, config.device = test_device();
-        config.init = {.kind = Init::Distribution::normal, .scale = 0.4, .seed = 21};
-        nn::Moe moe(config);
+        const nn::ModuleOptions options{
+            .dtype = at::kDouble,
+            .device = test_device(),
+            .init = {.kind = Init::Distribution::normal, .scale = 0.4, .seed = 21}};
+        nn::Moe moe(config, options);
         const std::int64_t B = total_batch / mesh.size(dp), L = 7;
         const nn::Tokens tokens(mesh, B, L, true);
         const SequenceShard shard(B, L, mesh.size(kSequenceAxes), mesh.coordinate(kSequenceAxes));
@@ -425,7 +431,7 @@ std::vector<std::string> trace(const MeshShape& shape, nn::Dispatcher dispatcher
         LayerCase c = small_case();
         c.layer.dispatcher = dispatcher;
         c.layer.shared_ffn = shared;
-        nn::Moe moe(c.layer);
+        nn::Moe moe(c.layer, c.options);
         const nn::Tokens tokens(mesh, 2, 8, sp);
         const at::Tensor x = at::randn({2, tokens.length(), 6},
                                        at::TensorOptions(at::kDouble).device(test_device()));
@@ -535,10 +541,10 @@ TEST(Trace, AMessageHasTheRowsAndTheirScores) {
           const Mesh mesh(world, shape);
           const MeshScope scope(mesh);
           LayerCase c = small_case();
-          c.layer.dtype = at::kBFloat16;
+          c.options.dtype = at::kBFloat16;
           c.layer.dispatcher = dispatcher;
           if (k > 0) c.layer.router.top_k = k;
-          nn::Moe moe(c.layer);
+          nn::Moe moe(c.layer, c.options);
           const nn::Tokens tokens(mesh, 2, 8, true);
           const auto x = as_leaf(assume<Dense{T, T, T}>(
               at::randn({2, tokens.length(), 6}, at::TensorOptions(at::kDouble))
@@ -583,7 +589,7 @@ TEST(Trace, AMessageHasTheRowsAndTheirScores) {
 
 // Every choice of K experts, in the groups that a router may take, is counted once.
 TEST(Dispatcher, TheMeanNumberOfNodesIsThatOfAllChoices) {
-  const auto counted = [](const nn::RouterShape& r, int num_nodes) {
+  const auto counted = [](const nn::RouterConfig& r, int num_nodes) {
     const std::int64_t in_group = r.num_experts / r.num_groups;
     double sum = 0, num = 0;
     for (unsigned groups = 0; groups < 1u << r.num_groups; ++groups) {
@@ -603,23 +609,23 @@ TEST(Dispatcher, TheMeanNumberOfNodesIsThatOfAllChoices) {
     return sum / num;
   };
   for (const int nodes : {1, 2, 4})
-    for (const nn::RouterShape& r :
-         {nn::RouterShape{.top_k = 1, .num_experts = 8},
-          nn::RouterShape{.top_k = 2, .num_experts = 8},
-          nn::RouterShape{.top_k = 8, .num_experts = 8},
-          nn::RouterShape{.top_k = 3, .num_experts = 12, .num_groups = 4, .top_groups = 2},
-          nn::RouterShape{.top_k = 2, .num_experts = 12, .num_groups = 2, .top_groups = 1},
-          nn::RouterShape{.top_k = 4, .num_experts = 8, .num_groups = 4, .top_groups = 4}})
+    for (const nn::RouterConfig& r :
+         {nn::RouterConfig{.num_experts = 8, .top_k = 1},
+          nn::RouterConfig{.num_experts = 8, .top_k = 2},
+          nn::RouterConfig{.num_experts = 8, .top_k = 8},
+          nn::RouterConfig{.num_experts = 12, .top_k = 3, .num_groups = 4, .top_groups = 2},
+          nn::RouterConfig{.num_experts = 12, .top_k = 2, .num_groups = 2, .top_groups = 1},
+          nn::RouterConfig{.num_experts = 8, .top_k = 4, .num_groups = 4, .top_groups = 4}})
       EXPECT_NEAR(nn::mean_nodes(r, nodes), counted(r, nodes), 1e-12)
           << nodes << " nodes, " << r.top_k << " of " << r.num_experts;
   // In turn: tokens 0 to 7 take experts 0-2, 3-5, 6-8, 9-11 of nodes of four.
-  const nn::RouterShape in_turn{.top_k = 3, .num_experts = 12, .forced_balance = true};
+  const nn::RouterConfig in_turn{.num_experts = 12, .top_k = 3, .forced_balance = true};
   EXPECT_EQ(nn::mean_nodes(in_turn, 3), 1.5);
 }
 
 TEST(Dispatcher, AutomaticTakesTwoHopsWhereNodesAreFarApart) {
   const auto way = [](const MeshShape& s, std::int64_t k, nn::Transport exchange) {
-    return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.top_k = k, .num_experts = 64},
+    return nn::resolve(nn::Dispatcher::automatic, s.validated(), {.num_experts = 64, .top_k = k},
                        exchange);
   };
   const MeshShape nodes{.dp_shard = 32, .ep = 32, .ranks_per_node = 8};
@@ -634,7 +640,7 @@ TEST(Dispatcher, AutomaticTakesTwoHopsWhereNodesAreFarApart) {
   // inside.
   EXPECT_EQ(nn::describe_choice(nn::Transport::nccl,
                                 MeshShape{.dp_shard = 4, .ep = 4, .ranks_per_node = 2}.validated(),
-                                {.top_k = 2, .num_experts = 4}),
+                                {.num_experts = 4, .top_k = 2}),
             "two_hops on dp_shard=4 ep=4 ranks_per_node=2: 8.5 against 9.5 for all_to_all, 11 for "
             "all_gather (NCCL, rows that are sent: nothing was measured)");
 }
@@ -660,7 +666,7 @@ TEST(MoeErrors, NameTheValueAndTheCure) {
                 [](const Mesh&) {
                   LayerCase c = small_case();
                   c.layer.router.num_experts = c.layer.experts.num_experts = 7;
-                  nn::Moe moe(c.layer);
+                  nn::Moe moe(c.layer, c.options);
                 },
                 {.tp = 2, .ep = 2}),
             "experts: num_experts = 7 is not divisible by ep = 2; every rank of "
@@ -669,7 +675,7 @@ TEST(MoeErrors, NameTheValueAndTheCure) {
                 [](const Mesh&) {
                   LayerCase c = small_case();
                   c.layer.dispatcher = nn::Dispatcher::local;
-                  nn::Moe moe(c.layer);
+                  nn::Moe moe(c.layer, c.options);
                 },
                 {.tp = 2, .ep = 2}),
             "dispatcher 'local' needs ep = etp = 1; here ep = 2, etp = 1. Use "
@@ -679,13 +685,13 @@ TEST(MoeErrors, NameTheValueAndTheCure) {
                   LayerCase c = small_case();
                   c.layer.router.num_experts = c.layer.experts.num_experts = 6;
                   c.layer.dispatcher = nn::Dispatcher::two_hops;
-                  nn::Moe moe(c.layer);
+                  nn::Moe moe(c.layer, c.options);
                 },
                 {.dp_shard = 3, .ep = 3, .ranks_per_node = 2}),
             "dispatcher 'two_hops' needs nodes with the same number of ranks of ep on each; here "
             "ep = 3, etp = 1, and a node has 2 ranks. Use 'auto', 'all_to_all' or 'all_gather'.");
   EXPECT_EQ(message([](const Mesh& mesh) {
-              nn::Moe moe(small_case().layer);
+              nn::Moe moe(small_case().layer, small_case().options);
               moe(assume<Dense{T, T, T}>(at::zeros({2, 5, 6}, at::kDouble)),
                   nn::Tokens(mesh, 2, 7, true));
             }),

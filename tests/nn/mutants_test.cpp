@@ -31,10 +31,10 @@ verify::LayerCase layer_case() {
   verify::LayerCase c;
   c.layer.router = {.num_experts = 8, .top_k = 2, .normalize = true};
   c.layer.experts = {.num_experts = 8, .dim = 6, .ffn = 8};
-  c.layer.dtype = at::kDouble;
-  c.layer.device = test_device();
+  c.options.dtype = at::kDouble;
+  c.options.device = test_device();
   c.layer.dispatcher = nn::Dispatcher::all_to_all;
-  c.layer.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 9};
+  c.options.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 9};
   c.batch = 2, c.sequence = 7;
   return c;
 }
@@ -55,7 +55,7 @@ const mutants::Provide layer("layer", [](Settings& settings) -> Check {
   if (settings.take("all_gather") != 0) c.layer.dispatcher = nn::Dispatcher::all_gather;
   if (settings.take("local") != 0) c.layer.dispatcher = nn::Dispatcher::local;
   if (settings.take("shared") != 0) c.layer.shared_ffn = 5;
-  if (settings.take("float8_rows") != 0) c.layer.float8.rows = 3;
+  if (settings.take("float8_rows") != 0) c.options.float8.rows = 3;
   c.z_weight = settings.take("z_weight");
   c.layer.router.forced_balance = settings.take("forced_balance") != 0;
   if (settings.take("biases") != 0) {
@@ -329,7 +329,7 @@ const mutants::Provide evaluation("evaluation", [](Settings&) -> Check {
     const auto world = comm::solo_group();
     const Mesh mesh(*world, {});
     const MeshScope scope(mesh);
-    nn::Moe moe(layer_case().layer);
+    nn::Moe moe(layer_case().layer, layer_case().options);
     const nn::Tokens tokens(mesh, 1, 3, true);
     const at::Tensor x = at::ones({1, 3, 6}, at::TensorOptions(at::kDouble).device(test_device()));
     moe(assume<Dense{Place::T, Place::T, Place::T}>(x), tokens, {.pass = nn::Pass::evaluation});

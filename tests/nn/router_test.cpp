@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/fsdp/fsdp.h"
 #include "tests/nn/loss_reference.h"
+#include "tests/nn/router_statistics.h"
 #include "tests/spmd/device.h"
 
 namespace moesh::nn {
@@ -31,7 +32,8 @@ at::Tensor random_rows(std::int64_t n, std::int64_t d) {
 
 // A router whose logits are the rows themselves: the gate is the identity.
 Router identity_router(const RouterConfig& config) {
-  Router router(config, "gate", config.num_experts, at::kDouble, test_device(), kGateInit);
+  Router router(config, "gate", config.num_experts,
+                {.dtype = at::kDouble, .device = test_device(), .init = kGateInit});
   const at::NoGradGuard no_grad;
   auto& gate = router.gate().stored();  // this rank's shard of it
   gate.value.copy_(at::eye(config.num_experts, at::kDouble)
@@ -205,8 +207,8 @@ TEST(Router, NodeLimitedRoutingWrittenOut) {
 
 TEST(Router, GateIsFloat32InBfloat16RunsAndTheGateBiasCounts) {
   alone([](const Mesh& mesh) {
-    Router router({.num_experts = 4, .top_k = 2, .gate_bias = true}, "gate", 8, at::kBFloat16,
-                  test_device(), kGateInit);
+    Router router({.num_experts = 4, .top_k = 2, .gate_bias = true}, "gate", 8,
+                  {.dtype = at::kBFloat16, .device = test_device(), .init = kGateInit});
     const at::Tensor x = random_rows(9, 8).to(at::kBFloat16);
     const Route route = route_of(router, x, mesh);
     EXPECT_EQ(local(route.logits_NE).scalar_type(), at::kFloat);

@@ -10,7 +10,6 @@
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/attention_functions.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/mlp.h"
 
 namespace moesh::nn {
 namespace {
@@ -73,8 +72,8 @@ TEST(Selective, ExpertsHaveTheGradientsOfNone) {
   const at::Tensor chosen = at::arange(10).mul(3).remainder(4).reshape({5, 2});
   for (const bool biases : {false, true}) {
     Experts experts({.num_experts = 4, .dim = 6, .ffn = 3, .biases = biases}, "experts",
-                    at::kDouble, at::kCPU,
-                    {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 5});
+                    {.dtype = at::kDouble,
+                     .init = {.kind = Init::Distribution::normal, .scale = 0.5, .seed = 5}});
     const auto run = [&](const Inputs& x) {
       return local(experts.apply_to_tokens(assume<Sparse{T, R, R}>(x[0]),
                                            assume<Sparse{T, R, R}>(x[1]), chosen));

@@ -27,7 +27,7 @@ std::string reference_key(const LayerCase& c, int num_dp) {
          std::to_string(c.balance_weight) + std::to_string(c.z_weight) +
          std::to_string(static_cast<int>(c.balance_over)) +
          std::to_string(static_cast<int>(c.layer.experts.activation)) +
-         std::to_string(c.layer.float8.rows);
+         std::to_string(c.options.float8.rows);
 }
 
 }  // namespace
@@ -86,9 +86,9 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
                                       nn::Dispatcher::two_hops, nn::Dispatcher::automatic};
   c.layer.dispatcher = kWays[o.dispatcher];
   c.layer.shared_ffn = o.shared ? 2 * shape.tp + 1 : 0;
-  c.layer.dtype = dtype;
-  c.layer.device = device;
-  c.layer.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 5};
+  c.options.dtype = dtype;
+  c.options.device = device;
+  c.options.init = {.kind = Init::Distribution::normal, .scale = 0.6, .seed = 5};
   c.batch = o.batch ? 3 : 1;
   c.sequence = o.length == 0   ? 2 * parts
                : o.length == 1 ? 2 * parts + 1
@@ -106,7 +106,7 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
       c.layer.router.normalize = false;
       c.layer.experts.ffn = 2 * shape.etp + 1;
       c.balance_weight = 0.5, c.z_weight = 0.1;
-      c.layer.float8.rows = 3;
+      c.options.float8.rows = 3;
       break;
     case 2:  // GPT-OSS: biases, clamped, softmax over the chosen
       c.layer.router.scoring = nn::Scoring::softmax_chosen;

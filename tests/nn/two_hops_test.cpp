@@ -54,8 +54,8 @@ Counted count(nn::Dispatcher dispatcher, nn::RouterConfig router, std::int64_t f
         const MeshScope scope(mesh);
         nn::Moe moe({.router = router,
                      .experts = {.num_experts = kExperts, .dim = kDim, .ffn = 4},
-                     .dispatcher = dispatcher,
-                     .dtype = at::kBFloat16,
+                     .dispatcher = dispatcher},
+                    {.dtype = at::kBFloat16,
                      .device = test_device(),
                      .init = {.kind = Init::Distribution::normal, .scale = 0.1, .seed = 4},
                      .float8 = {.rows = float8_tile}});
@@ -108,7 +108,7 @@ TEST(Nodes, TwoHopsSendATokenOnceToANodeAndTheOthersDoNot) {
     EXPECT_LT(hops.between, rows.between);
     nn::RouterConfig asked = router;
     asked.num_experts = kExperts;
-    EXPECT_NEAR(nn::mean_nodes(asked.shape(), 4), hops.nodes, 0.1 * hops.nodes)
+    EXPECT_NEAR(nn::mean_nodes(asked, 4), hops.nodes, 0.1 * hops.nodes)
         << "what estimates assume";
     const at::Tensor error = (hops.y_16ND - rows.y_16ND).norm() / rows.y_16ND.norm();
     EXPECT_LT(error.item<double>(), 2e-2);

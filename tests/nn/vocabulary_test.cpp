@@ -190,7 +190,8 @@ TEST(Embedding, IsLibTorchsOnEveryCutOfTheVocabulary) {
                sum = at::zeros({2, 3, dim}, at::kDouble);
     std::mutex mutex;
     over_vocabulary(ranks, vocab, [&](std::int64_t start, std::int64_t length) {
-      const nn::Embedding embedding("words", vocab, dim, at::kDouble, test_device(), init);
+      const nn::Embedding embedding("words", vocab, dim,
+                                    {.dtype = at::kDouble, .device = test_device(), .init = init});
       const auto rows = embedding(ids.to(test_device()));
       const at::Tensor weights =
           at::arange(rows.local().numel(), at::kDouble).reshape({2, 3, dim}).cos();
@@ -214,7 +215,7 @@ TEST(Embedding, IsLibTorchsOnEveryCutOfTheVocabulary) {
 // A word that comes 3,000 times: in bfloat16 a sum of ones ends at 256.
 TEST(Embedding, SumsTheGradientOfAFrequentWordInAWiderType) {
   over_vocabulary(1, 7, [](std::int64_t, std::int64_t) {
-    const nn::Embedding embedding("words", 7, 3, at::kBFloat16, test_device(), {});
+    const nn::Embedding embedding("words", 7, 3, {.dtype = at::kBFloat16, .device = test_device()});
     const auto ids = at::full({2, 1500}, 4, at::TensorOptions(at::kLong).device(test_device()));
     local(embedding(ids)).sum().backward();
     const at::Tensor g = embedding.weight().stored().value.grad().cpu().to(at::kDouble);
@@ -226,7 +227,7 @@ TEST(Embedding, SumsTheGradientOfAFrequentWordInAWiderType) {
 // A rank may have no token; one that has a single wrong one is told so.
 TEST(Embedding, TakesNoTokenAndRefusesAWrongOne) {
   over_vocabulary(2, 7, [](std::int64_t, std::int64_t) {
-    const nn::Embedding embedding("words", 7, 3, at::kDouble, test_device(), {});
+    const nn::Embedding embedding("words", 7, 3, {.dtype = at::kDouble, .device = test_device()});
     const auto of = [&](const std::vector<std::int64_t>& ids) {
       return embedding(at::tensor(ids, at::kLong)
                            .reshape({1, static_cast<std::int64_t>(ids.size())})

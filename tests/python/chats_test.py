@@ -118,6 +118,12 @@ TOOLS = [{"type": "function", "function": {
                                   "days": {"type": "integer"}}}}}]
 
 
+# NFC changes how each answer begins, and not the newline of the header before it.
+ODD = {"messages": [{"role": role, "content": content} for begin in (
+    "\u0301\u0323", "\u0344", "\u212b", "e\u0301", "\u1100\u1161", "plain")
+    for role, content in (("user", "a"), ("assistant", f"{begin} b"))]}
+
+
 class Chats:
     """Conversations that a template takes: tools, system, many turns, nothing said, any script."""
 
@@ -234,7 +240,7 @@ def compare(tmp, name, tokenizer, bos, eos, count):
     special = {key: value for key, value in (("bos_token", bos), ("eos_token", eos)) if value}
     reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
     made = Chats(name, seed=len(name))
-    chats = [made.one() for _ in range(count)]
+    chats = [made.one() for _ in range(count)] + [ODD]
     lines = write_lines(folder / "chats.jsonl", chats)
     counts = moesh.tokenize(lines, tokenizer=folder, out=folder / "chats")
     found = documents(folder / "chats")
@@ -253,8 +259,8 @@ def compare(tmp, name, tokenizer, bos, eos, count):
                 f"{reference.decode(ids[at:at + 10])!r}; {chat}")
         num_trained += sum(mask)
     assert num_trained == counts["trained_tokens"]
-    print(f"{name}: {count} conversations, {sum(len(ids) for ids, _ in found)} ids and masks are "
-          f"equal, {num_trained} trained", flush=True)
+    print(f"{name}: {len(chats)} conversations, {sum(len(ids) for ids, _ in found)} ids and masks "
+          f"are equal, {num_trained} trained", flush=True)
 
 
 def against_transformers(tmp, count="12"):

@@ -32,7 +32,7 @@ inline at::Tensor random_routing(const config::Config& config, std::uint64_t see
   const std::int64_t tokens = sample_order(config).num_per_step() * config.data.sequence_length;
   at::manual_seed(seed);
   return std::get<1>(at::rand({model->num_moe_layers(), tokens, model->num_experts()})
-                         .topk(train::router_shape(config).top_k));
+                         .topk(train::router_config(config).top_k));
 }
 
 inline void write_routing(const std::filesystem::path& folder, const config::Config& config,

@@ -21,8 +21,9 @@ TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
-                    {.kind = Init::Distribution::normal, .seed = 4});
+  nn::Router router(
+      {.num_experts = 6, .top_k = 2}, "gate", 6,
+      {.dtype = at::kDouble, .init = {.kind = Init::Distribution::normal, .seed = 4}});
   const at::Tensor x = at::randn({20, 6}, at::kDouble);
   RoutingRecord record(1, 40, 2);
   const at::Tensor experts_TK = record.experts_LTK[0];
@@ -75,8 +76,9 @@ TEST(Replay, GivesBackWhatTheBalanceLossCounts) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
-                    {.kind = Init::Distribution::normal, .seed = 4});
+  nn::Router router(
+      {.num_experts = 6, .top_k = 2}, "gate", 6,
+      {.dtype = at::kDouble, .init = {.kind = Init::Distribution::normal, .seed = 4}});
   router.expert_bias().copy_(at::arange(6, at::kDouble));
   const at::Tensor x = at::randn({20, 6}, at::kDouble), count = at::full({}, 20, at::kDouble);
   RoutingRecord record(1, 20, 2);
