@@ -20,6 +20,7 @@
 #include "moesh/train/timeline/gather.h"
 #include "moesh/train/timeline/kernels.h"
 #include "moesh/train/timeline/trace_file.h"
+#include "tests/comm/trace.h"
 #include "tests/support.h"
 
 namespace moesh::train {
