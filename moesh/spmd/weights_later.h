@@ -14,13 +14,14 @@
 // With recompute nothing is kept before backward comes to a block. From then on, as above.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include "moesh/spmd/attach.h"
 
 namespace moesh {
 
@@ -75,30 +76,28 @@ class WeightsLater {
 namespace raw {
 
 /// Where the gradients of weights go, without the weights themselves: each to the adjoint of its
-/// `use`. A capsule for custom functions of autograd.
-class WeightSink : public torch::CustomClassHolder {
+/// `use`.
+class WeightSink {
  public:
   /// Weights that are undefined or have no gradient are ignored. No weights: there is nothing to
   /// put off.
   explicit WeightSink(const std::vector<at::Tensor>& weights = {},
                       std::shared_ptr<WeightsLater> later = nullptr);
-  ~WeightSink() override;
-  bool is_empty() const;
+  bool is_empty() const { return edges_.empty(); }
   /// One gradient for each weight; undefined for none.
   void give(const std::vector<at::Tensor>& gradients) const;
   /// Puts f on the list of the weights, or runs it now.
   void leave(std::function<void()> f) const;
 
  private:
-  struct Edges;
-  std::unique_ptr<Edges> edges_;
+  std::vector<std::shared_ptr<const GradientEdge>> edges_;  // null: of no weight
   std::shared_ptr<WeightsLater> later_;
 };
 
 /// The sink of these weights. It is empty unless gradients are left for later, some of these
 /// weights have one, and x has one, by which backward reaches it.
-c10::intrusive_ptr<WeightSink> sink_for(const at::Tensor& x,
-                                        const std::vector<at::Tensor>& weights);
+std::shared_ptr<const WeightSink> sink_for(const at::Tensor& x,
+                                           const std::vector<at::Tensor>& weights);
 
 }  // namespace raw
 }  // namespace moesh
