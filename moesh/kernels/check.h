@@ -43,6 +43,9 @@ inline std::vector<std::int64_t> first_rows(const at::Tensor& ends_e, std::int64
   return first;
 }
 
+/// Without gaps; undefined stays so.
+inline at::Tensor plain(const at::Tensor& t) { return t.defined() ? t.contiguous() : t; }
+
 /// The dtype in which sums are taken: float64 stays, all others become float32.
 inline at::ScalarType wide(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -40,7 +40,6 @@ ExpertsWeights checked(const ExpertsWeights& w, const at::Tensor& x) {
     check_weight("a2_erF", l.a2_erF, x, {e, r, F});
     check_weight("b2_eDr", l.b2_eDr, x, {e, D, r});
   }
-  const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const auto weight = [&](const at::Tensor& t) { return w.codes.defined() ? t : plain(t); };
   return {
       weight(w.w1_eFD),
@@ -87,7 +86,6 @@ ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const
     MOESH_CHECK(in.scores_R.size(0) == num_rows, ErrorKind::data, "scores_R is ",
                 describe(in.scores_R), "; there are ", num_rows, " rows");
   }
-  const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return {in.x.contiguous(), in.ends_e.contiguous(), plain(in.scores_R), plain(in.token_R),
           plain(in.inverse_TK)};
 }

@@ -3,15 +3,16 @@
 // check their arguments and call the entry of the table for the device of their tensors.
 // To add a backend: a file that makes its table, and its place in table.cpp.
 
+#include <ATen/core/grad_mode.h>
+
 #include <span>
 #include <string>
 
 #include "moesh/kernels/attention.h"
-#include "moesh/kernels/delta_rule.h"
+#include "moesh/kernels/check.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/float8.h"
 #include "moesh/kernels/routing.h"
-#include "moesh/kernels/rows.h"
 #include "moesh/kernels/rowwise.h"
 #include "moesh/kernels/update.h"
 
@@ -102,5 +103,21 @@ const KernelTable& for_experts(const KernelTable& table, const ExpertsConfig& co
 const KernelTable& kernels_for(at::Device device);
 /// The table for these experts, on the device of their weights.
 const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights& weights);
+
+/// A tensor that a kernel takes as it lies in memory.
+struct AsItLies {
+  const at::Tensor& tensor;
+};
+inline const at::Tensor& plain(const AsItLies& t) { return t.tensor; }
+template <class T>
+const T& plain(const T& no_tensor) {
+  return no_tensor;
+}
+/// The entry of the table for this device, on tensors without gaps and without autograd.
+template <class R, class... Parameters, class... Arguments>
+R call(at::Device device, R (*KernelTable::*kernel)(Parameters...), const Arguments&... arguments) {
+  const at::NoGradGuard no_grad;
+  return (kernels_for(device).*kernel)(plain(arguments)...);
+}
 
 }  // namespace moesh::kernels

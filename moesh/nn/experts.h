@@ -6,7 +6,7 @@
 
 #include "moesh/fsdp/param.h"
 #include "moesh/kernels/experts.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/lora.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
