@@ -2,6 +2,7 @@
 // Checks and questions that several kernels need.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <vector>
 
@@ -45,6 +46,11 @@ inline std::vector<std::int64_t> first_rows(const at::Tensor& ends_e, std::int64
 
 /// Without gaps; undefined stays so.
 inline at::Tensor plain(const at::Tensor& t) { return t.defined() ? t.contiguous() : t; }
+
+/// Memory of its sizes and type, without gaps; undefined stays so.
+inline at::Tensor fresh(const at::Tensor& t) {
+  return t.defined() ? at::empty(t.sizes(), t.options()) : t;
+}
 
 /// The dtype in which sums are taken: float64 stays, all others become float32.
 inline at::ScalarType wide(const at::Tensor& x) {
