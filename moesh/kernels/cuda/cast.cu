@@ -23,17 +23,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_for(std::int64_t size) {
-  return static_cast<unsigned>((size + kThreads * kWidth - 1) / (kThreads * kWidth));
-}
-
 }  // namespace
 
 Error widen(const void* from, float* to, std::int64_t size, Stream stream) {
   if (size == 0) return nullptr;
-  widen_kernel<<<blocks_for(size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const bf16*>(from), to, size);
-  return text_of(cudaGetLastError());
+  return launch(stream, widen_kernel, blocks_for(size, kThreads * kWidth), kThreads, from, to,
+                size);
 }
 
 }  // namespace moesh::kernels::cuda

@@ -205,9 +205,9 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *out = sum;
 }
 
-/// launch(list) for lists that hold as much as fits.
-template <class Tensor, class Launch>
-Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& launch) {
+/// run(list) for lists that hold as much as fits.
+template <class Tensor, class Run>
+Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Run& run) {
   for (std::int64_t first = 0; first < num_tensors; first += kMaxTensors) {
     List<Tensor> list;
     std::int64_t end = 0;
@@ -219,8 +219,7 @@ Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& la
       if (end > INT32_MAX) return "an update of more than 2^44 elements";
       list.ends[i] = static_cast<int>(end);
     }
-    launch(list, first / kMaxTensors);
-    if (Error error = text_of(cudaGetLastError())) return error;
+    if (Error error = run(list, first / kMaxTensors)) return error;
   }
   return nullptr;
 }
@@ -230,13 +229,13 @@ Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& la
 Error adamw(const AdamWStep& step, const AdamWTensor* tensors, std::int64_t num_tensors,
             Stream stream) {
   return in_lists(tensors, num_tensors, [&](const List<AdamWTensor>& list, std::int64_t) {
-    adamw_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list, step);
+    return launch(stream, adamw_kernel, kBlocks, kThreads, list, step);
   });
 }
 
 Error narrow(const NarrowTensor* tensors, std::int64_t num_tensors, Stream stream) {
   return in_lists(tensors, num_tensors, [&](const List<NarrowTensor>& list, std::int64_t) {
-    narrow_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list);
+    return launch(stream, narrow_kernel, kBlocks, kThreads, list);
   });
 }
 
@@ -246,15 +245,11 @@ std::int64_t squares_workspace(std::int64_t num_tensors) {
 
 Error sum_of_squares(const SquaresTensor* tensors, std::int64_t num_tensors, double* workspace,
                      double* sum, Stream stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  if (Error error =
-          in_lists(tensors, num_tensors, [&](const List<SquaresTensor>& list, std::int64_t number) {
-            squares_kernel<<<kBlocks, kThreads, 0, queue>>>(list, workspace + number * kBlocks);
-          }))
-    return error;
-  sum_terms<<<1, kThreads, 0, queue>>>(workspace, static_cast<int>(squares_workspace(num_tensors)),
-                                       sum);
-  return text_of(cudaGetLastError());
+  const auto run = [&](const List<SquaresTensor>& list, std::int64_t number) {
+    return launch(stream, squares_kernel, kBlocks, kThreads, list, workspace + number * kBlocks);
+  };
+  if (Error error = in_lists(tensors, num_tensors, run)) return error;
+  return launch(stream, sum_terms, 1, kThreads, workspace, squares_workspace(num_tensors), sum);
 }
 
 }  // namespace moesh::kernels::cuda
