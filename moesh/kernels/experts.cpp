@@ -108,6 +108,10 @@ ExpertsWeights empty_products(const ExpertsWeights& w) {
   return {fresh(w.w1_eFD), fresh(w.w3_eFD), fresh(w.w2_eDF), {}, {}, fresh(w.b2_eD)};
 }
 
+std::string plain_experts_only(const ExpertsConfig& config, const ExpertsWeights& weights) {
+  return weights.lora.any() || config.float8_tile > 0 ? "experts have LoRA or float8" : "";
+}
+
 void count_float8_experts(const ExpertsConfig& config, const ExpertsInput& input,
                           const at::Tensor& hidden_RF, const at::Tensor& dy,
                           const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF) {

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <string>
 
 #include "moesh/kernels/float8.h"
 
@@ -96,6 +97,9 @@ struct ExpertsInput {
   at::Tensor token_R;     // int32
   at::Tensor inverse_TK;  // int32
 };
+
+/// Why kernels that take neither LoRA nor float8 do not take these; "": they do.
+std::string plain_experts_only(const ExpertsConfig& config, const ExpertsWeights& weights);
 
 /// What a backward adds to config.float8_counts, if somebody counts: the inputs of both products,
 /// and the gradients of all three.

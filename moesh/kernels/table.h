@@ -40,7 +40,6 @@ struct KernelTable {
   decltype(kernels::combine_rows)* combine_rows = nullptr;
   decltype(kernels::experts_forward)* experts_forward = nullptr;
   decltype(kernels::experts_backward)* experts_backward = nullptr;
-  bool experts_take_float8 = true;  // else those of LibTorch's operations do
   decltype(kernels::pack_float8)* pack_float8 = nullptr;
   decltype(kernels::unpack_float8)* unpack_float8 = nullptr;
   decltype(kernels::float8_product)* float8_product = nullptr;  // w_KN may be a transposed view
@@ -73,12 +72,11 @@ struct KernelTable {
   decltype(kernels::attention_forward)* attention_forward = nullptr;
   decltype(kernels::attention_backward)* attention_backward = nullptr;
 
-  /// Own kernels of an accelerator do not take everything. Both say why not, or "" if they do; null
-  /// takes everything. They are asked in every call, so the answer for a device is worth keeping.
+  /// Own kernels do not take everything. Both say why not, or "" if they do; null takes everything.
+  /// They are asked in every call, so the answer for a device is worth keeping.
   std::string (*refuses_device)(at::Device device) = nullptr;
   std::string (*refuses_experts)(const ExpertsConfig& config,
                                  const ExpertsWeights& weights) = nullptr;
-  bool takes_lora = false;  // else experts with LoRA are LibTorch's
 };
 
 const KernelTable& cpu_kernels();

@@ -165,7 +165,7 @@ const KernelTable& cpu_kernels() {
     t.combine_rows = cpu::combine_rows;
     t.experts_forward = cpu::experts_forward;
     t.experts_backward = cpu::experts_backward;
-    t.experts_take_float8 = false;
+    t.refuses_experts = plain_experts_only;
     t.adamw_ = cpu::adamw_;
     t.sum_of_squares = cpu::sum_of_squares;
     t.attention_forward = cpu::attention_forward;

@@ -196,7 +196,4 @@ Error count_choices(const std::int64_t* experts_TK, const bool* valid_T, std::in
 Error gather_floats(const float* x, const std::int32_t* index_R, float* out_R,
                     std::int64_t num_rows, Stream);
 
-/// bf16 to float32.
-Error widen(const void* from, float* to, std::int64_t size, Stream);
-
 }  // namespace moesh::kernels::cuda

@@ -472,6 +472,7 @@ GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
 std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {
   const at::Tensor& w1 = w.w1_eFD;
   if (config.float8_tile > 0) {
+    if (w.lora.any()) return "moesh's own experts take LoRA only without float8";
     if (config.float8_tile != kFloat8Tile || w1.size(1) % 16 != 0 || w1.size(2) % 16 != 0)
       return detail::concat("float8 has tiles of ", config.float8_tile, " in weights [experts, ",
                             w1.size(1), ", ", w1.size(2), "], and own kernels take tiles of ",
@@ -516,7 +517,6 @@ const KernelTable& hopper_kernels() {
     t.experts_backward = hopper::experts_backward;
     t.refuses_device = on_device::refusal<cuda::check_hopper>;
     t.refuses_experts = hopper::refuses_experts;
-    t.takes_lora = true;
     return t;
   }();
   return table;

@@ -1,8 +1,7 @@
 // AdamW, casts and the sum of squares over lists of tensors. A list is cut into chunks of one size,
 // which the blocks take in turn: each finds the tensor of its chunk by bisection.
 
-#include <cuda_bf16.h>
-
+#include "moesh/kernels/cuda/activation.h"
 #include "moesh/kernels/cuda/host.h"
 #include "moesh/kernels/cuda/update.h"
 
@@ -205,6 +204,21 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *out = sum;
 }
 
+constexpr int kWidth = 8;  // numbers that a thread widens
+
+__global__ void __launch_bounds__(kThreads)
+    widen_kernel(const bf16* from, float* to, int64_t size) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  if (i + kWidth <= size) {
+    float v[kWidth];
+    unpack(load16(from + i), v);
+    __stcs(reinterpret_cast<float4*>(to + i), float4{v[0], v[1], v[2], v[3]});
+    __stcs(reinterpret_cast<float4*>(to + i) + 1, float4{v[4], v[5], v[6], v[7]});
+  } else {
+    for (int64_t j = i; j < size; ++j) to[j] = __bfloat162float(from[j]);
+  }
+}
+
 /// run(list) for lists that hold as much as fits.
 template <class Tensor, class Run>
 Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Run& run) {
@@ -237,6 +251,12 @@ Error narrow(const NarrowTensor* tensors, std::int64_t num_tensors, Stream strea
   return in_lists(tensors, num_tensors, [&](const List<NarrowTensor>& list, std::int64_t) {
     return launch(stream, narrow_kernel, kBlocks, kThreads, list);
   });
+}
+
+Error widen(const void* from, float* to, std::int64_t size, Stream stream) {
+  if (size == 0) return nullptr;
+  return launch(stream, widen_kernel, blocks_for(size, kThreads * kWidth), kThreads, from, to,
+                size);
 }
 
 std::int64_t squares_workspace(std::int64_t num_tensors) {

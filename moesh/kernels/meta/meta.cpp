@@ -342,7 +342,7 @@ const KernelTable& meta_kernels() {
     t.combine_rows = meta::combine_rows;
     t.experts_forward = meta::experts_forward;
     t.experts_backward = meta::experts_backward;
-    t.experts_take_float8 = false;
+    t.refuses_experts = plain_experts_only;
     t.adamw_ = meta::adamw_;
     t.sum_of_squares = meta::sum_of_squares;
     t.attention_forward = meta::attention_forward;
@@ -353,13 +353,12 @@ const KernelTable& meta_kernels() {
     KernelTable t = of_cpu;
     t.experts_forward = meta::accelerator_forward;
     t.experts_backward = meta::accelerator_backward;
-    t.experts_take_float8 = true;
+    t.refuses_experts = nullptr;
     t.pack_float8 = meta::pack_float8, t.unpack_float8 = meta::unpack_float8;
     t.float8_product = meta::accelerator_float8_product;
     t.takes_float8_product = meta::takes_float8_product;
     t.float8_product_with = meta::accelerator_float8_product_with;
     t.write_weight_codes = meta::write_weight_codes;
-    t.takes_lora = true;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;
     t.delta_rule_forward = meta::accelerator_rule_forward;
