@@ -162,14 +162,8 @@ class AllReduceWork final : public Work {
 
 Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce,
               int root) {
-  Call c;
-  c.sequence = sequence;
-  c.op = op;
+  Call c = message(op, sequence, x.scalar_type(), x.sizes(), root, 0);
   c.reduce = reduce;
-  c.dtype = static_cast<std::int8_t>(x.scalar_type());
-  c.num_dims = static_cast<std::int8_t>(x.dim());
-  c.root = static_cast<std::int16_t>(root);
-  for (std::int64_t d = 0; d < x.dim(); ++d) c.dims[d] = x.size(d);
   return c;
 }
 
@@ -343,9 +337,7 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
 }
 
 void HostGroup::do_barrier() {
-  Call call;
-  call.sequence = next_sequence();
-  call.dtype = static_cast<std::int8_t>(at::kByte);
+  const Call call = Call::message(Collective::barrier, next_sequence(), at::kByte, {}, 0, 0);
   const auto n = static_cast<size_t>(size());
   auto exchange = post({.call = call,
                         .send = std::vector<Span>(n),

@@ -237,12 +237,12 @@ namespace moesh {
 void WeightHalf::run() {
   if (work_.empty()) return;
   const at::NoGradGuard no_grad;
-  const WeightsLater::AtOnce at_once(num_at_once_);
+  const WeightsLater::AtOnce at_once(list_);
   // Memory that each keeps is freed as soon as it is done.
   raw::run_backward([&] {
     for (auto& work : work_) {
       std::exchange(work, nullptr)();
-      --*num_left_;
+      --list_->num_left_;
     }
   });
   work_.clear();
@@ -257,16 +257,16 @@ void WeightsLater::add(std::function<void()> f) {
 
 WeightHalf WeightsLater::take() {
   WeightHalf half;
-  half.num_at_once_ = num_at_once_, half.num_left_ = num_left_;
+  half.list_ = shared_from_this();
   half.work_ = std::exchange(work_, {});
-  *num_left_ += static_cast<std::int64_t>(half.work_.size());
+  num_left_ += static_cast<std::int64_t>(half.work_.size());
   return half;
 }
 
 void WeightsLater::finish() {
   const auto never_taken = static_cast<std::int64_t>(work_.size());
-  MOESH_CHECK(*num_left_ == 0 && never_taken == 0, ErrorKind::internal, "the step has ended, and ",
-              *num_left_ + never_taken,
+  MOESH_CHECK(num_left_ == 0 && never_taken == 0, ErrorKind::internal, "the step has ended, and ",
+              num_left_ + never_taken,
               " gradients of weights were left for later and never computed; every backward of "
               "inputs needs its backward of weights");
 }

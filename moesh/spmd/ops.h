@@ -116,6 +116,12 @@ auto square(const Tensor<L>& x) {
   return assume<out>(x.local().square());
 }
 
+template <auto L>
+auto sqrt(const Tensor<L>& x) {
+  constexpr auto out = apply(Unary::nonlinear, L);
+  return assume<out>(x.local().sqrt());
+}
+
 /// The sum over the dimension that holds tokens, features or experts (raw::dim_of): P on every axis
 /// where that very thing varies.
 template <Over O, auto L>

@@ -35,42 +35,44 @@ class [[nodiscard]] WeightHalf {
  private:
   friend class WeightsLater;
   std::vector<std::function<void()>> work_;
-  std::shared_ptr<int> num_at_once_;
-  std::shared_ptr<std::int64_t> num_left_;
+  std::shared_ptr<WeightsLater> list_;
 };
 
 /// The list of a step.
-class WeightsLater {
+class WeightsLater : public std::enable_shared_from_this<WeightsLater> {
  public:
   /// While one lives, nothing is left for later: a backward that is whole, among others that are
   /// not. Several may live at once, in the threads of a rank that take turns.
   class [[nodiscard]] AtOnce {
    public:
     AtOnce() = default;
-    explicit AtOnce(std::shared_ptr<int> num) : num_(std::move(num)) { ++*num_; }
+    explicit AtOnce(std::shared_ptr<WeightsLater> list) : list_(std::move(list)) {
+      ++list_->num_at_once_;
+    }
     AtOnce(AtOnce&&) = default;
     ~AtOnce() {
-      if (num_) --*num_;
+      if (list_) --list_->num_at_once_;
     }
 
    private:
-    std::shared_ptr<int> num_;  // null: there is no list
+    std::shared_ptr<WeightsLater> list_;  // null: there is none
   };
-  AtOnce at_once() const { return AtOnce(num_at_once_); }
+  AtOnce at_once() { return AtOnce(shared_from_this()); }
 
   /// Puts f on the list; while a half is being done or nothing is left for later, f runs now.
   void add(std::function<void()> f);
   /// Whether `add` puts on the list.
-  bool is_open() const { return *num_at_once_ == 0; }
+  bool is_open() const { return num_at_once_ == 0; }
   /// The work that backward has left since the last call.
   WeightHalf take();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish();
 
  private:
+  friend class WeightHalf;
   std::vector<std::function<void()>> work_;
-  std::shared_ptr<int> num_at_once_ = std::make_shared<int>(0);
-  std::shared_ptr<std::int64_t> num_left_ = std::make_shared<std::int64_t>(0);
+  int num_at_once_ = 0;
+  std::int64_t num_left_ = 0;  // that were taken
 };
 
 namespace raw {
