@@ -11,6 +11,7 @@
 
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/moe.h"
+#include "tests/comm/trace.h"
 
 using namespace moesh;
 using enum Place;

@@ -27,7 +27,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gpu_kernels.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/router.h"
 #include "tests/gpu/torch_cuda.h"
 

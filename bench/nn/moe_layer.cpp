@@ -28,7 +28,7 @@
 #include "moesh/base/error.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/memory.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "tests/counting_allocator.h"
 
 namespace moesh::bench {

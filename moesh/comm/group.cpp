@@ -12,6 +12,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/comm/launch.h"
 #include "moesh/comm/observers.h"
 
 namespace moesh::comm {
@@ -63,33 +64,9 @@ at::Tensor wait_for(Work& work, std::int64_t number) {
 }
 
 // A group of one has nothing to send: the base class answers everything.
-class SoloGroup final : public Group {
- public:
-  SoloGroup(std::string name, int world_rank) : Group(std::move(name), 0, {world_rank}) {}
-
- private:
-  [[noreturn]] static void never() {
-    throw Error(ErrorKind::internal, "a group of one rank reached its backend");
-  }
-  std::unique_ptr<Work> do_all_reduce(const at::Tensor&, ReduceOp) override { never(); }
-  std::unique_ptr<Work> do_all_gather(const at::Tensor&, const Rows&) override { never(); }
-  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor&, const Rows&, ReduceOp) override {
-    never();
-  }
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor&, const Rows&, const Rows&) override {
-    never();
-  }
-  std::unique_ptr<Work> do_broadcast(const at::Tensor&, int) override { never(); }
-  void do_barrier() override { never(); }
-  std::unique_ptr<Work> do_send(const at::Tensor&, const Message&) override { never(); }
-  std::unique_ptr<Work> do_recv(at::IntArrayRef, const at::TensorOptions&,
-                                const Message&) override {
-    never();
-  }
-  std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
-    never();
-  }
-};
+std::shared_ptr<Group> one_rank(const std::string& name, int world_rank) {
+  return fake_group(name, 0, {world_rank});
+}
 
 }  // namespace
 
@@ -137,10 +114,6 @@ ThreadObserver::~ThreadObserver() { std::erase(thread_observers().by, this); }
 
 ObserverPause::ObserverPause() { ++thread_observers().num_pauses; }
 ObserverPause::~ObserverPause() { --thread_observers().num_pauses; }
-
-void Trace::called(const Operation& operation) {
-  entries_.push_back({operation.group.name(), operation.op, operation.bytes});
-}
 
 Group::Group(std::string name, int rank, std::vector<int> members)
     : name_(std::move(name)),
@@ -391,15 +364,12 @@ std::shared_ptr<Group> Group::split(int color, int key, const std::string& name)
   const int rank =
       static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
   const int index = static_cast<int>(std::distance(colors.begin(), colors.find(color)));
-  if (size() == 1) return std::make_shared<SoloGroup>(name, members_[0]);
+  if (size() == 1) return one_rank(name, members_[0]);
   auto group = do_split(members, rank, index, name);
-  if (members.size() == 1)
-    return std::make_shared<SoloGroup>(name, members_[static_cast<size_t>(rank_)]);
+  if (members.size() == 1) return one_rank(name, members_[static_cast<size_t>(rank_)]);
   return observed(std::move(group));
 }
 
-std::shared_ptr<Group> solo_group(const std::string& name) {
-  return std::make_shared<SoloGroup>(name, 0);
-}
+std::shared_ptr<Group> solo_group(const std::string& name) { return one_rank(name, 0); }
 
 }  // namespace moesh::comm

@@ -141,23 +141,6 @@ class ObserverPause {
   ObserverPause& operator=(const ObserverPause&) = delete;
 };
 
-/// One collective as it was called, for the trace.
-struct TraceEntry {
-  std::string group;
-  Collective op;
-  std::int64_t bytes;  // as those of the operation
-};
-
-/// While it lives, records every collective of more than one rank which this thread starts.
-class Trace final : public ThreadObserver {
- public:
-  void called(const Operation& operation) override;
-  const std::vector<TraceEntry>& entries() const { return entries_; }
-
- private:
-  std::vector<TraceEntry> entries_;
-};
-
 class Group {
  public:
   virtual ~Group() = default;

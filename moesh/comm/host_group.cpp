@@ -162,14 +162,8 @@ class AllReduceWork final : public Work {
 
 Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce,
               int root) {
-  Call c;
-  c.sequence = sequence;
-  c.op = op;
+  Call c = message(op, sequence, x.scalar_type(), x.sizes(), root, 0);
   c.reduce = reduce;
-  c.dtype = static_cast<std::int8_t>(x.scalar_type());
-  c.num_dims = static_cast<std::int8_t>(x.dim());
-  c.root = static_cast<std::int16_t>(root);
-  for (std::int64_t d = 0; d < x.dim(); ++d) c.dims[d] = x.size(d);
   return c;
 }
 
@@ -274,16 +268,22 @@ Call HostGroup::call_of(Collective op, at::ScalarType dtype, at::IntArrayRef siz
 std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op) {
   const Call call = Call::of(Collective::all_reduce, next_sequence(), x, op);
   if (!is_small(x)) return std::make_unique<AllReduceWork>(*this, call, x, op);
-  const auto n = static_cast<size_t>(size());
   const at::Tensor mine = for_peers(x);
-  const at::Tensor out = at::empty(x.sizes(), x.options());
+  return start_fold(call, std::vector<Span>(static_cast<size_t>(size()), whole(mine)), mine,
+                    at::empty(x.sizes(), x.options()), op);
+}
+
+std::unique_ptr<Work> HostGroup::start_fold(const Call& call, std::vector<Span> send,
+                                            const at::Tensor& mine, const at::Tensor& out,
+                                            ReduceOp op) {
+  const std::vector<std::int64_t> recv(send.size(), out.numel());
   auto exchange = post({.call = call,
-                        .send = std::vector<Span>(n, whole(mine)),
-                        .recv = std::vector<std::int64_t>(n, x.numel()),
+                        .send = std::move(send),
+                        .recv = recv,
                         .into = {},
                         .keep = {mine},
-                        .options = x.options(),
-                        .wait_for_readers = !is_copied(x)});
+                        .options = out.options(),
+                        .wait_for_readers = !is_copied(mine)});
   return std::make_unique<FoldWork>(std::move(exchange), out, op);
 }
 
@@ -313,14 +313,7 @@ std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Ro
   const at::Tensor out =
       empty_result(sizes_with(x, rows[static_cast<size_t>(rank())]), x.options());
   const at::Tensor mine = for_peers(x);
-  auto exchange = post({.call = call,
-                        .send = parts(mine, rows),
-                        .recv = std::vector<std::int64_t>(rows.size(), out.numel()),
-                        .into = {},
-                        .keep = {mine},
-                        .options = x.options(),
-                        .wait_for_readers = !is_copied(x)});
-  return std::make_unique<FoldWork>(std::move(exchange), out, op);
+  return start_fold(call, parts(mine, rows), mine, out, op);
 }
 
 std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& send,
@@ -344,9 +337,7 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
 }
 
 void HostGroup::do_barrier() {
-  Call call;
-  call.sequence = next_sequence();
-  call.dtype = static_cast<std::int8_t>(at::kByte);
+  const Call call = Call::message(Collective::barrier, next_sequence(), at::kByte, {}, 0, 0);
   const auto n = static_cast<size_t>(size());
   auto exchange = post({.call = call,
                         .send = std::vector<Span>(n),

@@ -115,6 +115,9 @@ class HostGroup : public Group {
   /// Each span that comes has its place in `out`. Peers read `mine`; undefined: nothing.
   std::unique_ptr<Work> start_copy(const Call& call, std::vector<Span> send, std::vector<Span> into,
                                    const at::Tensor& mine, const at::Tensor& out);
+  /// The spans that come are summed into `out`.
+  std::unique_ptr<Work> start_fold(const Call& call, std::vector<Span> send, const at::Tensor& mine,
+                                   const at::Tensor& out, ReduceOp op);
   std::int64_t next_sequence() { return sequence_++; }
   std::int64_t sequence_ = 0;
 };

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <iomanip>
-#include <sstream>
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
@@ -302,27 +300,6 @@ const std::shared_ptr<comm::Group>& Mesh::group(Axes set) const {
   MOESH_CHECK(found != groups_.end(), ErrorKind::config, "mesh: no group was split for the axes ",
               to_string(set), "; the products in use are listed in mesh.cpp (kUsed): add it there");
   return found->second;
-}
-
-std::string Mesh::table() const {
-  std::ostringstream os;
-  const auto row = [&](const char* name, const auto& axes) {
-    os << std::left << std::setw(8) << name;
-    for (Axes a : axes) os << axis_name(a) << ' ' << axis_size(shape_, a) << "  ";
-    os << '\n';
-  };
-  os << "mesh of " << shape_.num_ranks() << (shape_.num_ranks() == 1 ? " rank\n" : " ranks\n");
-  row("dense", kDenseAxes);
-  row("sparse", kSparseAxes);
-  os << "rank    dense (dp cp tp)   sparse (edp ep etp)\n";
-  for (int r = 0; r < shape_.num_ranks(); ++r) {
-    os << std::setw(8) << r;
-    for (Axes a : {dp, cp, tp}) os << std::setw(3) << coordinate(r, a);
-    os << std::setw(10) << "";
-    for (Axes a : {edp, ep, etp}) os << std::setw(3) << coordinate(r, a);
-    os << '\n';
-  }
-  return os.str();
 }
 
 MeshScope::MeshScope(const Mesh& mesh)

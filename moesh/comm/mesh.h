@@ -76,8 +76,6 @@ class Mesh {
   int coordinate(int rank, Axes set) const { return shape_.coordinate(rank, set); }
   /// The ranks that differ from this one only on these axes. Axes of one view only.
   const std::shared_ptr<comm::Group>& group(Axes set) const;
-  /// A small table: sizes, and the coordinates of each rank in both views.
-  std::string table() const;
 
  private:
   Axes canonical(Axes set) const;

@@ -232,23 +232,7 @@ class OneRankScope {
   MeshScope scope_{mesh_};
 };
 
-// A parameter that is split and stored in shards, as one tensor: for code that needs a whole
-// matrix.
-
-/// Joins what the ranks have of something shaped like the parameter (its value, its gradient, an
-/// optimizer's state): over its storage and over `cuts`, some of the axes that cut it. With all of
-/// w.cutting, as by default, it is the full tensor [w.spec.shape]. An axis that is left out keeps
-/// its slice: with only etp, a rank gets the full matrices of its own experts.
-/// Every rank of the current mesh makes the call, also one whose shard is empty, and the replicas
-/// get the same bits. Without autograd.
-at::Tensor gather_full(const Stored& w, const at::Tensor& shard, Axes cuts);
-at::Tensor gather_full(const Stored& w, const at::Tensor& shard);
-
-/// The part of it that another rank of the stage stores.
+/// The part of a parameter that another rank of the stage stores.
 Region shard_on(const Stored& w, int rank);
-
-/// The inverse, without communication: this rank's shard of the result of gather_full, as a view.
-at::Tensor shard_of(const Stored& w, const at::Tensor& full, Axes cuts);
-at::Tensor shard_of(const Stored& w, const at::Tensor& full);
 
 }  // namespace moesh

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <deque>
 #include <memory>
@@ -27,12 +26,10 @@ struct Results {
   std::deque<std::any> once;  // what was computed_once
   at::Tensor coming;          // in the second run, the gradient of the first result
   bool keeps, is_second_run = false;
+  bool has_first = false;  // the first result is defined
 };
 
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // Parts of f keep and recall here, in the step or, outside of one, in a state of its own.
 class ResultsScope {
@@ -55,56 +52,6 @@ Results* current_results() {
   const StepState* step = StepState::current();
   return step ? step->results : nullptr;
 }
-
-struct Body : torch::CustomClassHolder {
-  Body(std::function<std::vector<at::Tensor>(const at::Tensor&, bool)> function, Keep keep)
-      : f(std::move(function)), kept(keep) {}
-  std::function<std::vector<at::Tensor>(const at::Tensor&, bool)> f;
-  Results kept;
-  std::vector<bool> defined;
-};
-
-class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
- public:
-  // `anchor` requires a gradient even where x does not, since the parameters inside do.
-  static variable_list forward(AutogradContext* context, const at::Tensor& x,
-                               const at::Tensor& /*anchor*/, const c10::intrusive_ptr<Body>& body) {
-    context->save_for_backward({x});
-    context->saved_data["body"] = c10::IValue::make_capsule(body);
-    variable_list out;
-    const ResultsScope scope(&body->kept);
-    for (const auto& t : body->f(x.detach(), false)) {
-      body->defined.push_back(t.defined());
-      if (t.defined()) out.push_back(t);
-    }
-    return out;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto body =
-        c10::static_intrusive_pointer_cast<Body>(context->saved_data["body"].toCapsule());
-    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
-    variable_list outputs, gradients;
-    {
-      RECORD_USER_SCOPE("forward again");
-      const at::AutoGradMode enable(true);
-      const ResultsScope scope(&body->kept);
-      body->kept.is_second_run = true;
-      if (body->defined[0]) body->kept.coming = grads[0].contiguous();
-      size_t next = 0;
-      for (const auto& t : body->f(x, true)) {
-        if (!t.defined()) continue;
-        const auto& g = grads[next++];
-        if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
-      }
-    }
-    body->kept.coming.reset();
-    MOESH_CHECK(body->kept.all.empty(), ErrorKind::internal,
-                "the second run of a recompute has not asked for ", body->kept.all.front().what,
-                ", which the first one kept; f must do the same in both");
-    torch::autograd::backward(outputs, gradients);
-    return {x.grad(), at::Tensor(), at::Tensor()};
-  }
-};
 
 }  // namespace
 
@@ -150,8 +97,8 @@ std::any computed_once(const std::function<std::any()>& f) {
 }
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
-  if (const auto first = recall("a linear layer")) return known_linear(x, w, (*first)[0], own);
-  const at::Tensor y = raw::linear(x, w, own);
+  if (const auto first = recall("a linear layer")) return known_linear(x, w, {}, (*first)[0], own);
+  const at::Tensor y = raw::linear(x, w, {}, own);
   keep("a linear layer", {y});
   return y;
 }
@@ -160,12 +107,46 @@ std::vector<at::Tensor> recompute(
     std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f, const at::Tensor& x,
     Keep keep) {
   if (!at::GradMode::is_enabled()) return f(x, false);
-  const auto body = c10::make_intrusive<Body>(std::move(f), keep);
+  const auto kept = std::make_shared<Results>(keep);
+  const auto backward = [f, kept](const Tensors& saved, const Tensors& grads) {
+    const at::Tensor input = saved[0].detach().requires_grad_(true);
+    Tensors outputs, gradients;
+    {
+      RECORD_USER_SCOPE("forward again");
+      const at::AutoGradMode enable(true);
+      const ResultsScope scope(kept.get());
+      kept->is_second_run = true;
+      if (kept->has_first) kept->coming = grads[0].contiguous();
+      size_t next = 0;
+      for (const auto& t : f(input, true)) {
+        if (!t.defined()) continue;
+        const auto& g = grads[next++];
+        if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
+      }
+    }
+    kept->coming.reset();
+    MOESH_CHECK(kept->all.empty(), ErrorKind::internal,
+                "the second run of a recompute has not asked for ", kept->all.front().what,
+                ", which the first one kept; f must do the same in both");
+    torch::autograd::backward(outputs, gradients);
+    return Tensors{input.grad()};
+  };
+  Tensors results;  // undefined ones have no place in the graph
+  const auto forward = [&]() -> Differentiable {
+    const ResultsScope scope(kept.get());
+    results = f(x.detach(), false);
+    Tensors defined;
+    for (const auto& t : results)
+      if (t.defined()) defined.push_back(t);
+    kept->has_first = results[0].defined();
+    return {defined, {x}, backward};
+  };
+  // The second input requires a gradient even where x does not, since the parameters inside do.
   const at::Tensor anchor = at::zeros({0}, x.options()).requires_grad_(true);
-  const variable_list out = RecomputeFunction::apply(x, anchor, body);
-  std::vector<at::Tensor> results;
+  const Tensors out = differentiable({x, anchor}, forward);
   size_t next = 0;
-  for (bool is_defined : body->defined) results.push_back(is_defined ? out[next++] : at::Tensor());
+  for (auto& t : results)
+    if (t.defined()) t = out[next++];
   return results;
 }
 

@@ -89,6 +89,9 @@ namespace {
 using raw::Arrival;
 using raw::Gathered;
 
+// A rank is a thread, and layers call use(w): they know nothing of steps.
+thread_local StepState* innermost = nullptr;
+
 // The gathers of the current step; null: there is none.
 std::shared_ptr<raw::Gathering> gathering() {
   const StepState* step = StepState::current();
@@ -256,6 +259,39 @@ void put_into_scope(Gathered g) {
 
 }  // namespace
 
+StepState::StepState(bool overlap)
+    : gathering(std::make_shared<raw::Gathering>()),
+      reductions(overlap ? raw::make_reductions() : nullptr),
+      scope_(innermost, this) {}
+StepState::StepState(StepState* whole)
+    : float8_counts(whole->float8_counts),
+      gathering(whole->gathering),
+      reductions(whole->reductions),
+      weights_later(whole->weights_later),
+      scope_(innermost, this),
+      is_whole_(false) {}
+StepState::~StepState() {
+  if (is_whole_)  // a graph may outlive the step
+    gathering->pending.clear(), gathering->kept.clear(), gathering->cast_ahead.clear();
+}
+
+StepState* StepState::current() { return innermost; }
+
+void StepState::leave_weights() { weights_later = std::make_shared<WeightsLater>(); }
+WeightHalf StepState::take_weights() {
+  return weights_later ? weights_later->take() : WeightHalf();
+}
+WeightsLater::AtOnce StepState::weights_at_once() const {
+  return weights_later ? weights_later->at_once() : WeightsLater::AtOnce();
+}
+void StepState::finish_weights() {
+  if (weights_later) weights_later->finish();
+}
+
+void StepState::keep_gathers() { gathering->keeps = true; }
+GatherBytes StepState::bytes() const { return gathering->bytes; }
+void StepState::reset_bytes() { gathering->bytes.most = gathering->bytes.now; }
+
 ReshardScope::ReshardScope(std::shared_ptr<raw::Gathers> before)
     : gathers_(std::make_shared<raw::Gathers>()) {
   gathers_->before = std::move(before);
@@ -266,10 +302,6 @@ ReshardScope::~ReshardScope() {
   if (StepState* step = StepState::current()) step->scope = outer_;
 }
 
-std::shared_ptr<raw::Gathering> raw::make_gathering() { return std::make_shared<Gathering>(); }
-void raw::forget(Gathering& gathering) {
-  gathering.pending.clear(), gathering.kept.clear(), gathering.cast_ahead.clear();
-}
 void raw::add_taker(Gathering& gathering) { ++gathering.num_takers; }
 void raw::remove_taker(Gathering& gathering) {
   --gathering.num_takers;
@@ -349,10 +381,6 @@ void keep_gathered(const std::vector<const Stored*>& params) {
   if (!step || !step->keeps) return;
   for (const auto* w : params) step->kept.try_emplace(key_of(*w));
 }
-
-void StepState::keep_gathers() { gathering->keeps = true; }
-GatherBytes StepState::bytes() const { return gathering->bytes; }
-void StepState::reset_bytes() { gathering->bytes.most = gathering->bytes.now; }
 
 namespace raw {
 

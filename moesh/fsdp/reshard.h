@@ -18,8 +18,6 @@ namespace moesh {
 namespace raw {
 struct Gathers;
 struct Gathering;
-std::shared_ptr<Gathering> make_gathering();
-void forget(Gathering& gathering);  // at the end of its step, which a graph may outlive
 /// One more micro-batch, or one less, takes everything that is gathered ahead: where several take
 /// the same way through the model at once.
 void add_taker(Gathering& gathering);

@@ -2,6 +2,7 @@
 // Checks and questions that several kernels need.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <vector>
 
@@ -41,6 +42,14 @@ inline std::vector<std::int64_t> first_rows(const at::Tensor& ends_e, std::int64
   MOESH_CHECK(first.back() == num_rows, ErrorKind::data, "ends_e ends at ", first.back(),
               ", but there are ", num_rows, " rows");
   return first;
+}
+
+/// Without gaps; undefined stays so.
+inline at::Tensor plain(const at::Tensor& t) { return t.defined() ? t.contiguous() : t; }
+
+/// Memory of its sizes and type, without gaps; undefined stays so.
+inline at::Tensor fresh(const at::Tensor& t) {
+  return t.defined() ? at::empty(t.sizes(), t.options()) : t;
 }
 
 /// The dtype in which sums are taken: float64 stays, all others become float32.

@@ -40,17 +40,10 @@ ExpertsWeights checked(const ExpertsWeights& w, const at::Tensor& x) {
     check_weight("a2_erF", l.a2_erF, x, {e, r, F});
     check_weight("b2_eDr", l.b2_eDr, x, {e, D, r});
   }
-  const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  const auto weight = [&](const at::Tensor& t) { return w.codes.defined() ? t : plain(t); };
-  return {
-      weight(w.w1_eFD),
-      weight(w.w3_eFD),
-      weight(w.w2_eDF),
-      plain(w.b1_eF),
-      plain(w.b3_eF),
-      plain(w.b2_eD),
-      {plain(l.a13_erD), plain(l.b13_e2Fr), plain(l.a2_erF), plain(l.b2_eDr), l.scale13, l.scale2},
-      w.codes};
+  // Where there are codes, the weights are not there.
+  return mapped(w, [&](const at::Tensor& t) {
+    return w.codes.defined() && t.defined() && t.dim() == 3 ? t : plain(t);
+  });
 }
 
 ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
@@ -87,7 +80,6 @@ ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const
     MOESH_CHECK(in.scores_R.size(0) == num_rows, ErrorKind::data, "scores_R is ",
                 describe(in.scores_R), "; there are ", num_rows, " rows");
   }
-  const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return {in.x.contiguous(), in.ends_e.contiguous(), plain(in.scores_R), plain(in.token_R),
           plain(in.inverse_TK)};
 }
@@ -105,10 +97,19 @@ void check_x(const at::Tensor& x) {
 }  // namespace
 
 ExpertsWeights shapes_of(const ExpertsWeights& w) {
-  const auto of = [](const at::Tensor& t) {
+  ExpertsWeights shapes = mapped(w, [](const at::Tensor& t) {
     return t.defined() ? at::empty({1}, t.options()).expand(t.sizes()) : t;
-  };
-  return {of(w.w1_eFD), of(w.w3_eFD), of(w.w2_eDF), of(w.b1_eF), of(w.b3_eF), of(w.b2_eD)};
+  });
+  shapes.lora = {}, shapes.codes = {};
+  return shapes;
+}
+
+ExpertsWeights empty_products(const ExpertsWeights& w) {
+  return {fresh(w.w1_eFD), fresh(w.w3_eFD), fresh(w.w2_eDF), {}, {}, fresh(w.b2_eD)};
+}
+
+std::string plain_experts_only(const ExpertsConfig& config, const ExpertsWeights& weights) {
+  return weights.lora.any() || config.float8_tile > 0 ? "experts have LoRA or float8" : "";
 }
 
 void count_float8_experts(const ExpertsConfig& config, const ExpertsInput& input,

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <string>
 
 #include "moesh/kernels/float8.h"
 
@@ -65,8 +66,24 @@ struct ExpertsWeights {
   ExpertsCodes codes = {};
 };
 
-/// Sizes and dtypes of weights without their memory: one number stands for all of each.
+/// The same of what f makes of each tensor; codes stay.
+template <class F>
+ExpertsWeights mapped(const ExpertsWeights& w, const F& f) {
+  const ExpertsLora& l = w.lora;
+  return {f(w.w1_eFD),
+          f(w.w3_eFD),
+          f(w.w2_eDF),
+          f(w.b1_eF),
+          f(w.b3_eF),
+          f(w.b2_eD),
+          {f(l.a13_erD), f(l.b13_e2Fr), f(l.a2_erF), f(l.b2_eDr), l.scale13, l.scale2},
+          w.codes};
+}
+/// Sizes and dtypes of weights without LoRA, and without their memory: one number stands for all of
+/// each.
 ExpertsWeights shapes_of(const ExpertsWeights& w);
+/// Memory for the gradients that are products of rows: all but those of b1 and b3.
+ExpertsWeights empty_products(const ExpertsWeights& w);
 
 /// The rows, sorted by expert. Either x is rows_RD itself and token_R and inverse_TK are undefined;
 /// or x is x_TD, row r is x[token_R[r]], and the output of token t is the sum of rows
@@ -80,6 +97,9 @@ struct ExpertsInput {
   at::Tensor token_R;     // int32
   at::Tensor inverse_TK;  // int32
 };
+
+/// Why kernels that take neither LoRA nor float8 do not take these; "": they do.
+std::string plain_experts_only(const ExpertsConfig& config, const ExpertsWeights& weights);
 
 /// What a backward adds to config.float8_counts, if somebody counts: the inputs of both products,
 /// and the gradients of all three.

@@ -161,8 +161,7 @@ at::Tensor pack_float8(const at::Tensor& rows_RD, std::int64_t tile) {
   check_tile("rows_RD", rows_RD, tile);
   MOESH_CHECK(rows_RD.dim() == 2 && rows_RD.size(1) % tile == 0, ErrorKind::data, "rows_RD is ",
               describe(rows_RD), "; it takes rows [R, D] of whole tiles of ", tile);
-  const at::NoGradGuard no_grad;
-  return kernels_for(rows_RD.device()).pack_float8(rows_RD.contiguous(), tile);
+  return call(rows_RD.device(), &KernelTable::pack_float8, rows_RD, tile);
 }
 
 at::Tensor unpack_float8(const at::Tensor& packed_RW, std::int64_t width, std::int64_t tile,
@@ -171,8 +170,7 @@ at::Tensor unpack_float8(const at::Tensor& packed_RW, std::int64_t width, std::i
   MOESH_CHECK(packed_RW.size(1) == packed_float8_words(width, tile), ErrorKind::data,
               "packed_RW is ", describe(packed_RW), "; rows of ", width, " features have ",
               packed_float8_words(width, tile), " words");
-  const at::NoGradGuard no_grad;
-  return kernels_for(packed_RW.device()).unpack_float8(packed_RW.contiguous(), width, tile, dtype);
+  return call(packed_RW.device(), &KernelTable::unpack_float8, packed_RW, width, tile, dtype);
 }
 
 at::Tensor float8_product(const at::Tensor& rows_MK, const at::Tensor& w_KN, std::int64_t tile) {
@@ -202,13 +200,11 @@ WeightCodes empty_weight_codes(const at::Tensor& w, bool has_codes, bool has_tra
 }
 
 void write_weight_codes(const WeightCodes& to, const at::Tensor& w) {
-  const at::NoGradGuard no_grad;
-  kernels_for(w.device()).write_weight_codes(to, w.contiguous());
+  call(w.device(), &KernelTable::write_weight_codes, to, w);
 }
 
 at::Tensor float8_product_with(const at::Tensor& rows, const WeightCodes& w, bool transposed) {
-  const at::NoGradGuard no_grad;
-  return kernels_for(rows.device()).float8_product_with(rows.contiguous(), w, transposed);
+  return call(rows.device(), &KernelTable::float8_product_with, rows, w, transposed);
 }
 
 namespace {

@@ -1,7 +1,5 @@
 #include "moesh/kernels/rowwise.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
 
@@ -16,10 +14,6 @@ void check_norm(const at::Tensor& x, const at::Tensor& weight_D) {
   check_same_device("weight_D", weight_D, "x", x);
   MOESH_CHECK(weight_D.size(0) == x.size(-1), ErrorKind::data, "weight_D is ", describe(weight_D),
               "; a norm of ", x.size(-1), " features has one weight for each");
-}
-
-at::Tensor plain(const at::Tensor& weight_D) {
-  return weight_D.defined() ? weight_D.contiguous() : weight_D;
 }
 
 void check_rotation(const Rotation& r, const at::Tensor& x) {
@@ -77,8 +71,7 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
                         const std::optional<Rotation>& turn) {
   check_norm(x, weight_D);
   if (turn) check_rotation(*turn, x);
-  const at::NoGradGuard no_grad;
-  return kernels_for(x.device()).norm_forward(x, plain(weight_D), eps, turn);
+  return call(x.device(), &KernelTable::norm_forward, AsItLies{x}, weight_D, eps, turn);
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
@@ -95,21 +88,18 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
                      d->scalar_type() == x.scalar_type() && d->device() == x.device()),
                 ErrorKind::data, d == &dy ? "dy" : "beside", " is ", describe(*d), "; x and y are ",
                 describe(x));
-  const at::NoGradGuard no_grad;
-  return kernels_for(x.device())
-      .norm_backward(x, plain(weight_D), r.contiguous(), dy, turn, beside);
+  return call(x.device(), &KernelTable::norm_backward, AsItLies{x}, weight_D, r, AsItLies{dy}, turn,
+              AsItLies{beside});
 }
 
 at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd, Argument x) {
   check_rotation(rotation, x_BLhd);
-  const at::NoGradGuard no_grad;
-  return kernels_for(x_BLhd.device()).rotate_forward(rotation, x_BLhd, x);
+  return call(x_BLhd.device(), &KernelTable::rotate_forward, rotation, AsItLies{x_BLhd}, x);
 }
 
 at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd, Argument dy) {
   check_rotation(rotation, dy_BLhd);
-  const at::NoGradGuard no_grad;
-  return kernels_for(dy_BLhd.device()).rotate_backward(rotation, dy_BLhd, dy);
+  return call(dy_BLhd.device(), &KernelTable::rotate_backward, rotation, AsItLies{dy_BLhd}, dy);
 }
 
 LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
@@ -122,8 +112,8 @@ LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
               num_own, " features are keys; pass [batch, positions, heads, features] and [batch, ",
               "positions, features] of one dtype");
   check_same_device("key", key, "kv", kv);
-  const at::NoGradGuard no_grad;
-  return kernels_for(kv.device()).latent_heads_forward(kv, key, num_own);
+  return call(kv.device(), &KernelTable::latent_heads_forward, AsItLies{kv}, AsItLies{key},
+              num_own);
 }
 
 LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
@@ -135,29 +125,25 @@ LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv
               ErrorKind::data, "the gradients are ", describe(dk), " of keys and ", describe(dv),
               " of values, of which ", num_own,
               " features are the heads' own; both have the same tokens and heads");
-  const at::NoGradGuard no_grad;
-  return kernels_for(dk.device()).latent_heads_backward(dk, dv, num_own);
+  return call(dk.device(), &KernelTable::latent_heads_backward, AsItLies{dk}, AsItLies{dv},
+              num_own);
 }
 
 at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
   check_like("up", up, gate);
-  const at::NoGradGuard no_grad;
-  return kernels_for(gate.device()).swiglu_forward(gate.contiguous(), up.contiguous());
+  return call(gate.device(), &KernelTable::swiglu_forward, gate, up);
 }
 
 SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh,
                                 bool wants_h) {
   check_like("up", up, gate);
   check_like("dh", dh, gate);
-  const at::NoGradGuard no_grad;
-  return kernels_for(gate.device())
-      .swiglu_backward(gate.contiguous(), up.contiguous(), dh.contiguous(), wants_h);
+  return call(gate.device(), &KernelTable::swiglu_backward, gate, up, dh, wants_h);
 }
 
 at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {
   check_sinks(y, lse, sinks_h);
-  const at::NoGradGuard no_grad;
-  return kernels_for(y.device()).add_sinks_(y, lse.contiguous(), sinks_h.contiguous());
+  return call(y.device(), &KernelTable::add_sinks_, AsItLies{y}, lse, sinks_h);
 }
 
 at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h,
@@ -166,9 +152,7 @@ at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::T
   MOESH_CHECK(dy.defined() && dy.sizes() == y.sizes() && dy.scalar_type() == y.scalar_type(),
               ErrorKind::data, "the gradient of attention's result ", describe(y), " is ",
               describe(dy), "; pass one of its shape and dtype");
-  const at::NoGradGuard no_grad;
-  return kernels_for(y.device())
-      .sink_gradient(y.contiguous(), lse.contiguous(), sinks_h.contiguous(), dy.contiguous());
+  return call(y.device(), &KernelTable::sink_gradient, y, lse, sinks_h, dy);
 }
 
 namespace {
@@ -190,8 +174,7 @@ at::ScalarType check_logits(const at::Tensor& logits_NV, const at::Tensor& label
 
 LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& label_N) {
   check_logits(logits_NV, label_N);
-  const at::NoGradGuard no_grad;
-  return kernels_for(logits_NV.device()).logit_sums(logits_NV, label_N.contiguous());
+  return call(logits_NV.device(), &KernelTable::logit_sums, logits_NV, label_N);
 }
 
 at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_N,
@@ -202,10 +185,8 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_
   MOESH_CHECK(total_N.size(0) == label_N.size(0) && weight_N.size(0) == label_N.size(0),
               ErrorKind::data, "total_N is ", describe(total_N), " and weight_N ",
               describe(weight_N), " for ", label_N.size(0), " tokens");
-  const at::NoGradGuard no_grad;
-  return kernels_for(logits_NV.device())
-      .logit_gradient_(logits_NV, label_N.contiguous(), total_N.contiguous(),
-                       weight_N.contiguous());
+  return call(logits_NV.device(), &KernelTable::logit_gradient_, logits_NV, label_N, total_N,
+              weight_N);
 }
 
 }  // namespace moesh::kernels

@@ -82,18 +82,12 @@ const KernelTable& kernels_for(at::Device device) {
 }
 
 const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
-  const KernelTable& table = kernels_for(weights.w1_eFD.device());
-  if (weights.lora.any() && !table.takes_lora) {
-    if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
-      refuse("moesh's own experts take LoRA on Hopper only");
-    return aten_kernels();
-  }
-  if (config.float8_tile > 0 && (weights.lora.any() || !table.experts_take_float8)) {
-    if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
-      refuse("moesh's own experts take LoRA only without float8");
-    return aten_kernels();
-  }
-  return for_experts(table, config, weights);
+  const at::Device device = weights.w1_eFD.device();
+  const KernelTable& table = kernels_for(device);
+  if (device.is_cuda()) return for_experts(table, config, weights);
+  // kernels.gpu says nothing about other devices.
+  return table.refuses_experts && !table.refuses_experts(config, weights).empty() ? aten_kernels()
+                                                                                  : table;
 }
 
 }  // namespace moesh::kernels

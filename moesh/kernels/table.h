@@ -3,15 +3,16 @@
 // check their arguments and call the entry of the table for the device of their tensors.
 // To add a backend: a file that makes its table, and its place in table.cpp.
 
+#include <ATen/core/grad_mode.h>
+
 #include <span>
 #include <string>
 
 #include "moesh/kernels/attention.h"
-#include "moesh/kernels/delta_rule.h"
+#include "moesh/kernels/check.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/float8.h"
 #include "moesh/kernels/routing.h"
-#include "moesh/kernels/rows.h"
 #include "moesh/kernels/rowwise.h"
 #include "moesh/kernels/update.h"
 
@@ -39,7 +40,6 @@ struct KernelTable {
   decltype(kernels::combine_rows)* combine_rows = nullptr;
   decltype(kernels::experts_forward)* experts_forward = nullptr;
   decltype(kernels::experts_backward)* experts_backward = nullptr;
-  bool experts_take_float8 = true;  // else those of LibTorch's operations do
   decltype(kernels::pack_float8)* pack_float8 = nullptr;
   decltype(kernels::unpack_float8)* unpack_float8 = nullptr;
   decltype(kernels::float8_product)* float8_product = nullptr;  // w_KN may be a transposed view
@@ -72,12 +72,11 @@ struct KernelTable {
   decltype(kernels::attention_forward)* attention_forward = nullptr;
   decltype(kernels::attention_backward)* attention_backward = nullptr;
 
-  /// Own kernels of an accelerator do not take everything. Both say why not, or "" if they do; null
-  /// takes everything. They are asked in every call, so the answer for a device is worth keeping.
+  /// Own kernels do not take everything. Both say why not, or "" if they do; null takes everything.
+  /// They are asked in every call, so the answer for a device is worth keeping.
   std::string (*refuses_device)(at::Device device) = nullptr;
   std::string (*refuses_experts)(const ExpertsConfig& config,
                                  const ExpertsWeights& weights) = nullptr;
-  bool takes_lora = false;  // else experts with LoRA are LibTorch's
 };
 
 const KernelTable& cpu_kernels();
@@ -102,5 +101,21 @@ const KernelTable& for_experts(const KernelTable& table, const ExpertsConfig& co
 const KernelTable& kernels_for(at::Device device);
 /// The table for these experts, on the device of their weights.
 const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights& weights);
+
+/// A tensor that a kernel takes as it lies in memory.
+struct AsItLies {
+  const at::Tensor& tensor;
+};
+inline const at::Tensor& plain(const AsItLies& t) { return t.tensor; }
+template <class T>
+const T& plain(const T& no_tensor) {
+  return no_tensor;
+}
+/// The entry of the table for this device, on tensors without gaps and without autograd.
+template <class R, class... Parameters, class... Arguments>
+R call(at::Device device, R (*KernelTable::*kernel)(Parameters...), const Arguments&... arguments) {
+  const at::NoGradGuard no_grad;
+  return (kernels_for(device).*kernel)(plain(arguments)...);
+}
 
 }  // namespace moesh::kernels

@@ -8,7 +8,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/kernels/delta_rule.h"
+#include "moesh/kernels/attention.h"
 #include "moesh/spmd/attach.h"
 
 namespace moesh::nn {

@@ -1,6 +1,6 @@
 #pragma once
 // Gated DeltaNet: instead of keys and values of all tokens, each head keeps a matrix, which every
-// token corrects (kernels/delta_rule.h). A short convolution comes before it, and a gated norm
+// token corrects (kernels/attention.h). A short convolution comes before it, and a gated norm
 // after it. Heads are cut over tp, value heads together with their key heads.
 
 #include <string>

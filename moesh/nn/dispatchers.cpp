@@ -11,7 +11,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/timeline.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/residual.h"

@@ -26,7 +26,7 @@ struct ExpertsCall {
   double scale13 = 1, scale2 = 1;  // of LoRA
   kernels::ExpertsCodes codes;
   c10::intrusive_ptr<raw::GradientSum> sum;  // of x; null: autograd adds
-  c10::intrusive_ptr<raw::WeightSink> sink;
+  std::shared_ptr<const raw::WeightSink> sink;
 
   /// From `first` on, in the order of `listed`.
   kernels::ExpertsWeights weights(const raw::Tensors& t, std::size_t first) const {

@@ -11,7 +11,7 @@
 #include "moesh/fsdp/param.h"
 #include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/experts.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/residual.h"
 #include "moesh/spmd/attach.h"

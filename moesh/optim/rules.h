@@ -19,7 +19,7 @@ namespace moesh::optim {
 enum class RuleScope : std::uint8_t {
   element,    // that element, its gradient and its state: each rank moves its shards by itself, and
               // no bit depends on the mesh
-  parameter,  // all of the parameter: ranks meet in gather_full (spmd/full_param.h)
+  parameter,  // all of the parameter: its ranks meet
 };
 
 /// A tensor that a rule keeps for a parameter from step to step. It begins as zeros.

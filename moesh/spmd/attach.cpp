@@ -11,7 +11,9 @@
 #include <limits>
 #include <utility>
 
+#include "moesh/base/error.h"
 #include "moesh/base/this_thread.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::raw {
 namespace {
@@ -19,49 +21,21 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Adjoint : torch::CustomClassHolder {
-  Adjoint(std::function<variable_list(const variable_list&)> f, std::shared_ptr<WeightsLater> l)
-      : apply(std::move(f)), later(std::move(l)) {}
-  std::function<variable_list(const variable_list&)> apply;
-  std::shared_ptr<WeightsLater> later;
-};
-
 // The first that an adjoint threw in the backward of this thread: between the two stands LibTorch,
 // which hands nothing on.
 thread_local std::exception_ptr fault;
 
-Adjoint& adjoint_of(AutogradContext& context) {
-  return *c10::static_intrusive_pointer_cast<Adjoint>(context.saved_data["adjoint"].toCapsule());
-}
-
-class LinearFunction : public torch::autograd::Function<LinearFunction> {
- public:
-  static variable_list forward(AutogradContext* context, at::TensorList /*xs*/,
-                               const variable_list& outs,
-                               const c10::intrusive_ptr<Adjoint>& adjoint) {
-    context->saved_data["adjoint"] = c10::IValue::make_capsule(adjoint);
-    variable_list own;  // tensors of their own, also where the step returned its input
-    for (const auto& out : outs) own.push_back(out.detach());
-    return own;
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const at::NoGradGuard no_grad;
-    try {
-      interruption_point();
-      variable_list result = adjoint_of(*context).apply(grads);
-      result.resize(result.size() + 2);  // nothing for the outs and the adjoint
-      return result;
-    } catch (...) {
-      if (!fault) fault = std::current_exception();
-      throw;
-    }
-  }
-};
-
+// What the graph holds of a function: its backward, and what `attach` or for_several put beside it.
 struct ByHand : torch::CustomClassHolder {
   std::vector<std::size_t> places;  // of the inputs that are defined
   decltype(Differentiable::backward) backward;
+  std::shared_ptr<WeightsLater> later;
+  c10::intrusive_ptr<GradientSum> sum;
 };
+
+ByHand& by_hand(AutogradContext& context) {
+  return *c10::static_intrusive_pointer_cast<ByHand>(context.saved_data["call"].toCapsule());
+}
 
 class Function : public torch::autograd::Function<Function> {
  public:
@@ -70,55 +44,47 @@ class Function : public torch::autograd::Function<Function> {
                                const std::function<Differentiable()>& f) {
     Differentiable made = f();
     context->save_for_backward(std::move(made.saved));
+    context->set_materialize_grads(!call->sum);
     call->backward = std::move(made.backward);
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     return std::move(made.results);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const auto call =
-        c10::static_intrusive_pointer_cast<ByHand>(context->saved_data["call"].toCapsule());
-    variable_list all = call->backward(context->get_saved_variables(), grads), result;
-    for (const auto place : call->places)
-      result.push_back(place < all.size() ? std::move(all[place]) : at::Tensor());
-    result.resize(result.size() + 2);  // nothing for the call and the function
-    return result;
+    const at::NoGradGuard no_grad;
+    try {
+      interruption_point();
+      ByHand& call = by_hand(*context);
+      variable_list all = call.backward(context->get_saved_variables(), grads), result;
+      for (const auto place : call.places)
+        result.push_back(place < all.size() ? std::move(all[place]) : at::Tensor());
+      result.resize(result.size() + 2);  // nothing for the call and the function
+      return result;
+    } catch (...) {
+      if (!fault) fault = std::current_exception();
+      throw;
+    }
   }
 };
 
-}  // namespace
-
-Tensors differentiable(const Tensors& inputs, const std::function<Differentiable()>& forward) {
-  auto call = c10::make_intrusive<ByHand>();
+Tensors apply_by_hand(const Tensors& inputs, const std::function<Differentiable()>& forward,
+                      c10::intrusive_ptr<ByHand> call) {
   Tensors defined;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     if (inputs[i].defined()) defined.push_back(inputs[i]), call->places.push_back(i);
   return Function::apply(at::TensorList(defined), call, forward);
 }
 
-namespace {
-
-// Backward reaches this when all users of x have added their gradients, or left them to autograd.
-class ForSeveral : public torch::autograd::Function<ForSeveral> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const c10::intrusive_ptr<GradientSum>& sum) {
-    context->set_materialize_grads(false);
-    context->saved_data["sum"] = c10::IValue::make_capsule(sum);
-    context->saved_data["sizes"] = x.sizes();
-    return x.detach();
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    at::Tensor dx = sum_of(*context)->take();
-    if (dx.defined()) dx = dx.view(context->saved_data["sizes"].toIntVector());
-    if (grads[0].defined()) dx = dx.defined() ? dx.add_(grads[0]) : grads[0];
-    return {dx, {}};
-  }
-  static c10::intrusive_ptr<GradientSum> sum_of(AutogradContext& context) {
-    return c10::static_intrusive_pointer_cast<GradientSum>(context.saved_data["sum"].toCapsule());
-  }
-};
+// Of the function that made x; null: another one.
+ByHand* maker_of(const at::Tensor& x) {
+  auto* node = dynamic_cast<torch::autograd::CppNode<Function>*>(x.grad_fn().get());
+  return node ? &by_hand(node->ctx_) : nullptr;
+}
 
 }  // namespace
+
+Tensors differentiable(const Tensors& inputs, const std::function<Differentiable()>& forward) {
+  return apply_by_hand(inputs, forward, c10::make_intrusive<ByHand>());
+}
 
 void GradientSum::add(const at::Tensor& dx) {
   const at::Tensor rows = dx.flatten(0, -2);
@@ -138,14 +104,23 @@ void GradientSum::add_product(const at::Tensor& rows, const at::Tensor& w) {
 }
 
 at::Tensor for_several(const at::Tensor& x) {
-  return at::GradMode::is_enabled() && x.requires_grad() && !sum_for(x)
-             ? ForSeveral::apply(x, c10::make_intrusive<GradientSum>())
-             : x;
+  if (!at::GradMode::is_enabled() || !x.requires_grad() || sum_for(x)) return x;
+  auto call = c10::make_intrusive<ByHand>();
+  call->sum = c10::make_intrusive<GradientSum>();
+  // Backward reaches this when all users of x have added their gradients, or left them to autograd.
+  const auto backward = [sum = call->sum, sizes = x.sizes().vec()](const Tensors& /*saved*/,
+                                                                   const Tensors& grads) {
+    at::Tensor dx = sum->take();
+    if (dx.defined()) dx = dx.view(sizes);
+    if (grads[0].defined()) dx = dx.defined() ? dx.add_(grads[0]) : grads[0];
+    return Tensors{dx};
+  };
+  return apply_by_hand({x}, [&] { return Differentiable{{x.detach()}, {}, backward}; }, call)[0];
 }
 
 c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x) {
-  auto* node = dynamic_cast<torch::autograd::CppNode<ForSeveral>*>(x.grad_fn().get());
-  return node ? ForSeveral::sum_of(node->ctx_) : nullptr;
+  const ByHand* maker = maker_of(x);
+  return maker ? maker->sum : nullptr;
 }
 
 namespace {
@@ -188,20 +163,23 @@ std::shared_ptr<const GradientEdge> gradient_edge(const at::Tensor& x) {
   return std::make_shared<GradientEdge>(torch::autograd::impl::gradient_edge(x));
 }
 
+namespace {
+void execute(const torch::autograd::edge_list& roots, const Tensors& seeds) {
+  torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/false,
+                                                        /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true);
+}
+}  // namespace
+
 void backward(const GradientEdge& from, const at::Tensor& gradient, const at::Tensor& loss) {
   torch::autograd::edge_list roots;
-  variable_list seeds;
+  Tensors seeds;
   if (from.edge.is_valid()) roots.push_back(from.edge), seeds.push_back(gradient);
   if (loss.defined() && loss.requires_grad()) {
     roots.push_back(torch::autograd::impl::gradient_edge(loss));
     seeds.push_back(at::ones_like(loss));
   }
-  if (roots.empty()) return;
-  run_backward([&] {
-    torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/false,
-                                                          /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true);
-  });
+  if (!roots.empty()) run_backward([&] { execute(roots, seeds); });
 }
 
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
@@ -216,16 +194,24 @@ at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
 }
 
 std::shared_ptr<WeightsLater> later_of(const at::Tensor& weight) {
-  if (!weight.defined()) return nullptr;
-  auto* node = dynamic_cast<torch::autograd::CppNode<LinearFunction>*>(weight.grad_fn().get());
-  return node ? adjoint_of(node->ctx_).later : nullptr;
+  const ByHand* maker = weight.defined() ? maker_of(weight) : nullptr;
+  return maker ? maker->later : nullptr;
 }
 
 variable_list attach_many(const variable_list& xs, const variable_list& outs,
                           std::function<variable_list(const variable_list&)> adjoint,
                           std::shared_ptr<WeightsLater> later) {
-  return LinearFunction::apply(at::TensorList(xs), outs,
-                               c10::make_intrusive<Adjoint>(std::move(adjoint), std::move(later)));
+  auto call = c10::make_intrusive<ByHand>();
+  call->later = std::move(later);
+  const auto forward = [&]() -> Differentiable {
+    variable_list own;  // tensors of their own, also where the step returned its input
+    for (const auto& out : outs) own.push_back(out.detach());
+    return {
+        own, {}, [adjoint = std::move(adjoint)](const Tensors& /*saved*/, const Tensors& grads) {
+          return adjoint(grads);
+        }};
+  };
+  return apply_by_hand(xs, forward, std::move(call));
 }
 
 variable_list attach_all(const variable_list& xs, const variable_list& outs,
@@ -245,3 +231,78 @@ variable_list attach_all(const variable_list& xs, const variable_list& outs,
 }
 
 }  // namespace moesh::raw
+
+namespace moesh {
+
+void WeightHalf::run() {
+  if (work_.empty()) return;
+  const at::NoGradGuard no_grad;
+  const WeightsLater::AtOnce at_once(list_);
+  // Memory that each keeps is freed as soon as it is done.
+  raw::run_backward([&] {
+    for (auto& work : work_) {
+      std::exchange(work, nullptr)();
+      --list_->num_left_;
+    }
+  });
+  work_.clear();
+}
+
+void WeightsLater::add(std::function<void()> f) {
+  if (is_open())
+    work_.push_back(std::move(f));
+  else
+    f();
+}
+
+WeightHalf WeightsLater::take() {
+  WeightHalf half;
+  half.list_ = shared_from_this();
+  half.work_ = std::exchange(work_, {});
+  num_left_ += static_cast<std::int64_t>(half.work_.size());
+  return half;
+}
+
+void WeightsLater::finish() {
+  const auto never_taken = static_cast<std::int64_t>(work_.size());
+  MOESH_CHECK(num_left_ == 0 && never_taken == 0, ErrorKind::internal, "the step has ended, and ",
+              num_left_ + never_taken,
+              " gradients of weights were left for later and never computed; every backward of "
+              "inputs needs its backward of weights");
+}
+
+namespace raw {
+
+WeightSink::WeightSink(const std::vector<at::Tensor>& weights, std::shared_ptr<WeightsLater> later)
+    : later_(std::move(later)) {
+  for (const auto& w : weights)
+    edges_.push_back(w.defined() && w.requires_grad() ? gradient_edge(w) : nullptr);
+}
+
+void WeightSink::give(const std::vector<at::Tensor>& gradients) const {
+  torch::autograd::edge_list roots;
+  Tensors seeds;
+  for (std::size_t i = 0; i < edges_.size(); ++i)
+    if (edges_[i] && gradients[i].defined())
+      roots.push_back(edges_[i]->edge), seeds.push_back(gradients[i]);
+  execute(roots, seeds);
+}
+
+void WeightSink::leave(std::function<void()> f) const {
+  if (later_)
+    later_->add(std::move(f));
+  else
+    f();
+}
+
+std::shared_ptr<const WeightSink> sink_for(const at::Tensor& x,
+                                           const std::vector<at::Tensor>& weights) {
+  std::shared_ptr<WeightsLater> later;
+  if (at::GradMode::is_enabled() && x.requires_grad())
+    for (const auto& w : weights)
+      if (!later) later = later_of(w);
+  return later ? std::make_shared<WeightSink>(weights, later) : std::make_shared<WeightSink>();
+}
+
+}  // namespace raw
+}  // namespace moesh

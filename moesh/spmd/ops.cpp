@@ -3,15 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/square.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <utility>
 
@@ -35,16 +28,11 @@ at::Tensor add(const at::Tensor& a, const at::Tensor& b) {
   return attach_many(terms, {sum},
                      [n = terms.size()](const Tensors& grads) { return Tensors(n, grads[0]); })[0];
 }
-at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return at::mul(a, b); }
-at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor); }
 at::Tensor scale(const at::Tensor& x, const at::Tensor& factor) {
   MOESH_CHECK(factor.numel() == 1, ErrorKind::config, "a tensor is scaled by ", factor.numel(),
               " numbers; pass one");
   return x * factor.detach().reshape({}).to(x.scalar_type());
 }
-at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
-at::Tensor square(const at::Tensor& x) { return at::square(x); }
-at::Tensor sqrt(const at::Tensor& x) { return at::sqrt(x); }
 std::int64_t dim_of(Over over, const at::Tensor& x) {
   const bool are_experts = over == Over::experts;
   const std::int64_t dim = over == Over::features ? 1 : 0;
@@ -59,32 +47,11 @@ std::int64_t dim_of(Over over, const at::Tensor& x) {
               ": flatten(x, first, last) the dimensions that belong together");
   return dim;
 }
-at::Tensor sum(const at::Tensor& x, std::int64_t dim) { return at::sum(x, dim); }
-at::Tensor sum_all(const at::Tensor& x) { return at::sum(x); }
 at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values) {
   auto shape = index.sizes().vec();
   shape.back() = num_values;
   return at::zeros(shape, index.options().dtype(at::kBool)).scatter(-1, index, true);
 }
-at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
-at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last) {
-  return x.flatten(first, last);
-}
-at::Tensor unflatten(const at::Tensor& x, std::int64_t dim, at::IntArrayRef sizes) {
-  return x.unflatten(dim, sizes);
-}
-at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index) {
-  return x.select(dim, index);
-}
-at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std::int64_t length) {
-  return x.narrow(dim, start, length);
-}
-at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim) {
-  return at::cat(parts, dim);
-}
-at::Tensor stack(const std::vector<at::Tensor>& parts) { return at::stack(parts); }
-
-namespace {
 
 at::Tensor known_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& b,
                         const at::Tensor& y, const OwnProducts& own) {
@@ -121,23 +88,10 @@ at::Tensor known_linear(const at::Tensor& x, const at::Tensor& weight, const at:
   })[0];
 }
 
-bool needs_known_linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
-  return own || later_of(w) || sum_for(x);
-}
-
-}  // namespace
-
-at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
-                        const OwnProducts& own) {
-  return known_linear(x, w, {}, y, own);
-}
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own) {
-  return needs_known_linear(x, w, own) ? known_linear(x, w, {}, own) : at::linear(x, w);
-}
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
                   const OwnProducts& own) {
-  return needs_known_linear(x, w, own) ? known_linear(x, w, b, {}, own) : at::linear(x, w, b);
+  if (own || later_of(w) || sum_for(x)) return known_linear(x, w, b, {}, own);
+  return b.defined() ? at::linear(x, w, b) : at::linear(x, w);
 }
 
 at::Tensor check_rows(const at::Tensor& x, at::Tensor y, std::int64_t num_dims, const char* what) {

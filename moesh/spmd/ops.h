@@ -1,9 +1,12 @@
 #pragma once
 // Typed operations without communication. The layout of the result comes from the mixing table
-// (moesh/types/mixing.h); what the table refuses does not compile. The work is one line of ATen in
-// ops.cpp.
+// (moesh/types/mixing.h); what the table refuses does not compile. The work is one call of LibTorch
+// here, or a function in ops.cpp.
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/stack.h>
 
 #include <functional>
 #include <vector>
@@ -37,30 +40,22 @@ const OwnProducts& of_whole_gradients(const OwnProducts& own) {
 
 namespace raw {
 at::Tensor for_several(const at::Tensor& x);
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OwnProducts& own = {});
+/// b may be undefined.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b = {},
+                  const OwnProducts& own = {});
+/// x w^T over the last dimension, as `y`, which has its value; undefined: it is computed. Its
+/// gradients are those of at::linear, to the bit; that of w is left for later, where it may be.
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
+                        const at::Tensor& y, const OwnProducts& own = {});
 at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tensor& a,
                         double factor);
 at::Tensor add(const at::Tensor& a, const at::Tensor& b);
-at::Tensor mul(const at::Tensor& a, const at::Tensor& b);
-at::Tensor scale(const at::Tensor& x, double factor);
 at::Tensor scale(const at::Tensor& x, const at::Tensor& factor);
-at::Tensor silu(const at::Tensor& x);
-at::Tensor square(const at::Tensor& x);
-at::Tensor sqrt(const at::Tensor& x);
 /// The dimension that holds tokens (0 of [N] and [N, D]), features (1 of [N, D]), or experts or the
 /// rows that were sent to them (0). Throws if there is none, and for tokens and features of more
 /// than two dimensions, which may be [B, L, D] or [N, groups, members].
 std::int64_t dim_of(Over over, const at::Tensor& x);
-at::Tensor sum(const at::Tensor& x, std::int64_t dim);
-at::Tensor sum_all(const at::Tensor& x);
 at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values);
-at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
-at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last);
-at::Tensor unflatten(const at::Tensor& x, std::int64_t dim, at::IntArrayRef sizes);
-at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index);
-at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std::int64_t length);
-at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim);
-at::Tensor stack(const std::vector<at::Tensor>& parts);
 }  // namespace raw
 
 /// x as the input of several linear layers: their products add their gradients of x to one sum,
@@ -75,7 +70,7 @@ Tensor<L> for_several(const Tensor<L>& x) {
 template <auto A, auto B>
 auto linear(const Tensor<A>& x, const Tensor<B>& w, const OwnProducts& own = {}) {
   constexpr auto out = mix(Op::linear, A, B);
-  return assume<out>(raw::linear(x.local(), w.local(), of_whole_gradients<out>(own)));
+  return assume<out>(raw::linear(x.local(), w.local(), {}, of_whole_gradients<out>(own)));
 }
 
 /// w + factor b a, of matrices [out, in], [out, r] and [r, in]: w has the rows that b has, and the
@@ -95,13 +90,13 @@ auto operator+(const Tensor<A>& a, const Tensor<B>& b) {
 template <auto A, auto B>
 auto operator*(const Tensor<A>& a, const Tensor<B>& b) {
   constexpr auto out = mix(Op::mul, A, B);
-  return assume<out>(raw::mul(a.local(), b.local()));
+  return assume<out>(a.local().mul(b.local()));
 }
 
 /// factor * x: linear, so it keeps P.
 template <auto L>
 auto scale(const Tensor<L>& x, double factor) {
-  return assume<L>(raw::scale(x.local(), factor));
+  return assume<L>(x.local().mul(factor));
 }
 /// The same by a scalar of the device, which has one value on all ranks and needs no gradient.
 template <auto L>
@@ -112,19 +107,19 @@ auto scale(const Tensor<L>& x, const at::Tensor& factor) {
 template <auto L>
 auto silu(const Tensor<L>& x) {
   constexpr auto out = apply(Unary::nonlinear, L);
-  return assume<out>(raw::silu(x.local()));
+  return assume<out>(at::silu(x.local()));
 }
 
 template <auto L>
 auto square(const Tensor<L>& x) {
   constexpr auto out = apply(Unary::nonlinear, L);
-  return assume<out>(raw::square(x.local()));
+  return assume<out>(x.local().square());
 }
 
 template <auto L>
 auto sqrt(const Tensor<L>& x) {
   constexpr auto out = apply(Unary::nonlinear, L);
-  return assume<out>(raw::sqrt(x.local()));
+  return assume<out>(x.local().sqrt());
 }
 
 /// The sum over the dimension that holds tokens, features or experts (raw::dim_of): P on every axis
@@ -132,7 +127,7 @@ auto sqrt(const Tensor<L>& x) {
 template <Over O, auto L>
 auto sum(const Tensor<L>& x) {
   constexpr auto out = sum(O, L);
-  return assume<out>(raw::sum(x.local(), raw::dim_of(O, x.local())));
+  return assume<out>(x.local().sum(raw::dim_of(O, x.local())));
 }
 // A dimension by its number may hold anything: the compiler's message is the cure.
 template <auto>
@@ -153,7 +148,7 @@ constexpr auto sum_of_all(Layout auto layout) {
 template <auto L>
 auto sum_all(const Tensor<L>& x) {
   constexpr auto out = sum_of_all(L);
-  return assume<out>(raw::sum_all(x.local()));
+  return assume<out>(x.local().sum());
 }
 
 /// bool [.., num_values] of indices [.., K]: true at those that are among the K of their row, which
@@ -167,7 +162,7 @@ auto one_hot(const Tensor<L>& index, std::int64_t num_values) {
 // Linear ways to look at a tensor. They keep the layout: a rank's own elements stay its own.
 template <auto L>
 Tensor<L> cast(const Tensor<L>& x, at::ScalarType dtype) {
-  return assume<L>(raw::cast(x.local(), dtype));
+  return assume<L>(x.local().to(dtype));
 }
 /// Without its graph.
 template <auto L>
@@ -176,21 +171,21 @@ Tensor<L> detach(const Tensor<L>& x) {
 }
 template <auto L>
 Tensor<L> select(const Tensor<L>& x, std::int64_t dim, std::int64_t index) {
-  return assume<L>(raw::select(x.local(), dim, index));
+  return assume<L>(x.local().select(dim, index));
 }
 template <auto L>
 Tensor<L> narrow(const Tensor<L>& x, std::int64_t dim, std::int64_t start, std::int64_t length) {
-  return assume<L>(raw::narrow(x.local(), dim, start, length));
+  return assume<L>(x.local().narrow(dim, start, length));
 }
 /// The dimensions first .. last become one.
 template <auto L>
 Tensor<L> flatten(const Tensor<L>& x, std::int64_t first, std::int64_t last) {
-  return assume<L>(raw::flatten(x.local(), first, last));
+  return assume<L>(x.local().flatten(first, last));
 }
 /// One dimension becomes several.
 template <auto L>
 Tensor<L> unflatten(const Tensor<L>& x, std::int64_t dim, at::IntArrayRef sizes) {
-  return assume<L>(raw::unflatten(x.local(), dim, sizes));
+  return assume<L>(x.local().unflatten(dim, sizes));
 }
 template <auto L>
 std::vector<at::Tensor> locals(const std::vector<Tensor<L>>& xs) {
@@ -201,24 +196,12 @@ std::vector<at::Tensor> locals(const std::vector<Tensor<L>>& xs) {
 /// Side by side along a dimension, and along a new first one.
 template <auto L>
 Tensor<L> cat(const std::vector<Tensor<L>>& parts, std::int64_t dim) {
-  return assume<L>(raw::cat(locals(parts), dim));
+  return assume<L>(at::cat(locals(parts), dim));
 }
 template <auto L>
 Tensor<L> stack(const std::vector<Tensor<L>>& parts) {
-  return assume<L>(raw::stack(locals(parts)));
+  return assume<L>(at::stack(locals(parts)));
 }
-
-namespace raw {
-
-/// x w^T over the last dimension, as `y`, which has its value; undefined: it is computed. Its
-/// gradients are those of at::linear, to the bit; that of w is left for later, where it may be.
-at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
-                        const OwnProducts& own = {});
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
-                  const OwnProducts& own = {});
-
-}  // namespace raw
 
 /// x w^T + b over the last dimension, rounded once: the product is not written without the bias.
 template <auto A, auto B, auto C>

@@ -14,13 +14,14 @@
 // With recompute nothing is kept before backward comes to a block. From then on, as above.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include "moesh/spmd/attach.h"
 
 namespace moesh {
 
@@ -34,71 +35,71 @@ class [[nodiscard]] WeightHalf {
  private:
   friend class WeightsLater;
   std::vector<std::function<void()>> work_;
-  std::shared_ptr<int> num_at_once_;
-  std::shared_ptr<std::int64_t> num_left_;
+  std::shared_ptr<WeightsLater> list_;
 };
 
 /// The list of a step.
-class WeightsLater {
+class WeightsLater : public std::enable_shared_from_this<WeightsLater> {
  public:
   /// While one lives, nothing is left for later: a backward that is whole, among others that are
   /// not. Several may live at once, in the threads of a rank that take turns.
   class [[nodiscard]] AtOnce {
    public:
     AtOnce() = default;
-    explicit AtOnce(std::shared_ptr<int> num) : num_(std::move(num)) { ++*num_; }
+    explicit AtOnce(std::shared_ptr<WeightsLater> list) : list_(std::move(list)) {
+      ++list_->num_at_once_;
+    }
     AtOnce(AtOnce&&) = default;
     ~AtOnce() {
-      if (num_) --*num_;
+      if (list_) --list_->num_at_once_;
     }
 
    private:
-    std::shared_ptr<int> num_;  // null: there is no list
+    std::shared_ptr<WeightsLater> list_;  // null: there is none
   };
-  AtOnce at_once() const { return AtOnce(num_at_once_); }
+  AtOnce at_once() { return AtOnce(shared_from_this()); }
 
   /// Puts f on the list; while a half is being done or nothing is left for later, f runs now.
   void add(std::function<void()> f);
   /// Whether `add` puts on the list.
-  bool is_open() const { return *num_at_once_ == 0; }
+  bool is_open() const { return num_at_once_ == 0; }
   /// The work that backward has left since the last call.
   WeightHalf take();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish();
 
  private:
+  friend class WeightHalf;
   std::vector<std::function<void()>> work_;
-  std::shared_ptr<int> num_at_once_ = std::make_shared<int>(0);
-  std::shared_ptr<std::int64_t> num_left_ = std::make_shared<std::int64_t>(0);
+  int num_at_once_ = 0;
+  std::int64_t num_left_ = 0;  // that were taken
 };
 
 namespace raw {
 
 /// Where the gradients of weights go, without the weights themselves: each to the adjoint of its
-/// `use`. A capsule for custom functions of autograd.
-class WeightSink : public torch::CustomClassHolder {
+/// `use`.
+class WeightSink {
  public:
   /// Weights that are undefined or have no gradient are ignored. No weights: there is nothing to
   /// put off.
   explicit WeightSink(const std::vector<at::Tensor>& weights = {},
                       std::shared_ptr<WeightsLater> later = nullptr);
-  ~WeightSink() override;
-  bool is_empty() const;
+  bool is_empty() const { return edges_.empty(); }
   /// One gradient for each weight; undefined for none.
   void give(const std::vector<at::Tensor>& gradients) const;
   /// Puts f on the list of the weights, or runs it now.
   void leave(std::function<void()> f) const;
 
  private:
-  struct Edges;
-  std::unique_ptr<Edges> edges_;
+  std::vector<std::shared_ptr<const GradientEdge>> edges_;  // null: of no weight
   std::shared_ptr<WeightsLater> later_;
 };
 
 /// The sink of these weights. It is empty unless gradients are left for later, some of these
 /// weights have one, and x has one, by which backward reaches it.
-c10::intrusive_ptr<WeightSink> sink_for(const at::Tensor& x,
-                                        const std::vector<at::Tensor>& weights);
+std::shared_ptr<const WeightSink> sink_for(const at::Tensor& x,
+                                           const std::vector<at::Tensor>& weights);
 
 }  // namespace raw
 }  // namespace moesh

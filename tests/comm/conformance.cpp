@@ -13,6 +13,7 @@
 #include "conformance_values.h"
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "tests/comm/trace.h"
 
 namespace moesh::comm::conformance {
 namespace {

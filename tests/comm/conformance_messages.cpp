@@ -5,6 +5,7 @@
 
 #include "conformance_values.h"
 #include "moesh/comm/observers.h"
+#include "tests/comm/trace.h"
 
 namespace moesh::comm::conformance {
 namespace {

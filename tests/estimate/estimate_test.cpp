@@ -12,6 +12,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/dry_rank.h"
 #include "moesh/pipeline/schedule.h"
+#include "tests/comm/trace.h"
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 #include "tests/tier.h"

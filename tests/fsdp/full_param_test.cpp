@@ -1,4 +1,4 @@
-#include "moesh/fsdp/param.h"
+#include "tests/fsdp/full_param.h"
 
 #include <gtest/gtest.h>
 

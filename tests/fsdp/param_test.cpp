@@ -13,6 +13,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/fsdp/reduce.h"
 #include "moesh/types/token.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/on_mesh.h"
 #include "tests/types/places.h"

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "moesh/fsdp/fsdp.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "moesh/fsdp/fsdp.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {

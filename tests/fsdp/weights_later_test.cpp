@@ -10,6 +10,7 @@
 
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/spmd/attach.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {

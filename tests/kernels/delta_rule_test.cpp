@@ -1,6 +1,6 @@
 // The delta rule in chunks against one token after the other.
 
-#include "moesh/kernels/delta_rule.h"
+#include "moesh/kernels/attention.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

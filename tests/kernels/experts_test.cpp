@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/kernels/table.h"
 #include "tests/kernels/ref_moe.h"
 #include "tests/kernels/support.h"

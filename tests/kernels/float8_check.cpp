@@ -8,7 +8,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/experts.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 
 namespace moesh::float8_check {
 namespace {

@@ -8,7 +8,7 @@
 #include "moesh/kernels/cuda/on_device.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gpu_kernels.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/kernels/table.h"
 #include "tests/kernels/support.h"
 

@@ -11,7 +11,6 @@
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/kernels/routing.h"
-#include "moesh/kernels/rows.h"
 
 namespace moesh::kernels {
 namespace {

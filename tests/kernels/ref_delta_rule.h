@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "moesh/kernels/delta_rule.h"
+#include "moesh/kernels/attention.h"
 
 namespace moesh::kernels::ref {
 

@@ -1,4 +1,4 @@
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/table.h"

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/rows.h"
 #include "tests/kernels/support.h"
 
 namespace moesh::kernels {

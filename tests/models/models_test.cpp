@@ -13,6 +13,7 @@
 #include "moesh/models/registry.h"
 #include "moesh/train/build.h"
 #include "moesh/verify/verify.h"
+#include "tests/comm/trace.h"
 #include "tests/support.h"
 #include "tests/tier.h"
 #include "tests/train/device.h"

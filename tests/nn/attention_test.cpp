@@ -10,6 +10,7 @@
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/attention_functions.h"
 #include "moesh/nn/grouped_attention.h"
+#include "tests/comm/trace.h"
 #include "tests/nn/documents.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"

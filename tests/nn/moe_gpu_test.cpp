@@ -10,8 +10,9 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gpu_kernels.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/moe.h"
+#include "tests/comm/trace.h"
 #include "tests/gpu/torch_cuda.h"
 #include "tests/spmd/device.h"
 

@@ -10,6 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/fsdp/fsdp.h"
+#include "tests/comm/trace.h"
 #include "tests/kernels/ref_moe.h"
 #include "tests/nn/layer_parity.h"
 #include "tests/spmd/device.h"

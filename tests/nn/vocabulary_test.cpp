@@ -8,6 +8,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/types/token.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"
 

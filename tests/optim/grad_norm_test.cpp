@@ -8,6 +8,7 @@
 #include "moesh/optim/optimizer.h"
 #include "moesh/optim/rules.h"
 #include "moesh/spmd/ops.h"
+#include "tests/comm/trace.h"
 #include "tests/optim/support.h"
 #include "tests/optim/take_step.h"
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "moesh/optim/optimizer.h"
+#include "tests/comm/trace.h"
 #include "tests/optim/muon_check.h"
 #include "tests/optim/take_step.h"
 #include "tests/support.h"

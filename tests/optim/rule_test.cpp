@@ -7,6 +7,7 @@
 
 #include "moesh/fsdp/param.h"
 #include "moesh/optim/optimizer.h"
+#include "tests/fsdp/full_param.h"
 #include "tests/optim/support.h"
 #include "tests/optim/take_step.h"
 #include "tests/support.h"

@@ -5,6 +5,7 @@
 
 #include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"
 

@@ -178,7 +178,7 @@ TEST(Linear, OwnProductsGiveTheResultAndTheGradientOfTheInput) {
     const at::Tensor leaf = random({2, 3, 4}).requires_grad_(true),
                      w = random({5, 4}).requires_grad_(true);
     const at::Tensor x = together ? raw::for_several(leaf) : leaf;
-    const at::Tensor y = raw::linear(x, w, own), z = raw::linear(x, w, b, own);
+    const at::Tensor y = raw::linear(x, w, {}, own), z = raw::linear(x, w, b, own);
     EXPECT_TRUE(at::allclose(y, 2 * leaf.matmul(w.t())));
     EXPECT_TRUE(at::allclose(z, 2 * leaf.matmul(w.t()) + b));
     (y + z).backward(dy);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "moesh/spmd/spmd.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/on_mesh.h"
 

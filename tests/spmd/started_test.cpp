@@ -6,6 +6,7 @@
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/gather_ranges.h"
 #include "moesh/spmd/rows.h"
+#include "tests/comm/trace.h"
 #include "tests/expect_error.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/on_mesh.h"

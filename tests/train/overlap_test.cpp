@@ -17,6 +17,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "tests/comm/nccl_loopback.h"
+#include "tests/comm/trace.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"
 #include "tests/tier.h"

@@ -10,6 +10,7 @@
 
 #include "moesh/verify/verify_all.h"
 #include "tests/checkpoint/support.h"
+#include "tests/comm/trace.h"
 #include "tests/config/other_value.h"
 #include "tests/data/small_tokenizer.h"
 #include "tests/tier.h"

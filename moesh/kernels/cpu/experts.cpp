@@ -122,14 +122,6 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
   return out;
 }
 
-/// Room for the gradients that are products.
-ExpertsWeights without_b1_and_b3(const ExpertsWeights& w) {
-  const auto like = [](const at::Tensor& t) {
-    return t.defined() ? at::empty(t.sizes(), t.options()) : t;
-  };
-  return {like(w.w1_eFD), like(w.w3_eFD), like(w.w2_eDF), {}, {}, like(w.b2_eD)};
-}
-
 template <class T>
 typename WeightGradients<T>::Result result_in(const ExpertsWeights& d) {
   return {data<T>(d.w1_eFD), data<T>(d.w3_eFD), data<T>(d.w2_eDF), data<T>(d.b2_eD)};
@@ -165,11 +157,10 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
   const ExpertsJob<T>& job = *owned;
   const auto& ops = simd_ops<T>();
   const int64_t F = job.F, D = job.D;
-  const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
-  if (!later) out.weights = without_b1_and_b3(weights);
-  out.weights.b1_eF = like(weights.b1_eF), out.weights.b3_eF = like(weights.b3_eF);
+  if (!later) out.weights = empty_products(weights);
+  out.weights.b1_eF = fresh(weights.b1_eF), out.weights.b3_eF = fresh(weights.b3_eF);
   if (config.scores != ScoreSide::none) out.scores_R = at::zeros_like(saved.input.scores_R);
   const int64_t group_size = (later ? job.R : job.most_group_rows()) * job.Fp;
   const at::Tensor between = at::empty({3, group_size}, dy.options());
@@ -273,7 +264,7 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
   if (later)
     out.weights_later = [owned, input = saved.input, dy, between,
                          biases = std::exchange(out.weights, {}), shapes = shapes_of(weights)] {
-      ExpertsWeights d = without_b1_and_b3(shapes);
+      ExpertsWeights d = empty_products(shapes);
       d.b1_eF = biases.b1_eF, d.b3_eF = biases.b3_eF;
       weight_half(*owned, input, dy, between, d);
       return d;

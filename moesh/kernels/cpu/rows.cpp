@@ -9,7 +9,6 @@
 #include "moesh/kernels/cpu/simd.h"
 #include "moesh/kernels/cpu/tasks.h"
 #include "moesh/kernels/routing.h"
-#include "moesh/kernels/rows.h"
 
 namespace moesh::kernels::cpu {
 

@@ -40,8 +40,8 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
            at::empty({num_tokens, k}, options.dtype(at::kLong))};
   // The token of a NaN is not reported, because the host would have to wait for it: a NaN is chosen
   // first, and ends the step as its loss.
-  run("top_k", cuda::top_k, static_cast<const float*>(floats(scores_TE)), num_tokens, num_experts,
-      k, floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>());
+  run("top_k", cuda::top_k, read_floats(scores_TE), num_tokens, num_experts, k,
+      floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>());
   return out;
 }
 
@@ -55,7 +55,7 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
              .token_R = at::empty({num_choices}, options),
              .inverse_TK = at::empty(experts_TK.sizes(), options),
              .ends_e = at::empty({range.count}, options)};
-  Sort sort{.experts_TK = experts_TK.const_data_ptr<std::int64_t>(),
+  Sort sort{.experts_TK = read_longs(experts_TK),
             .all_experts = num_experts,
             .weight_TK = nullptr,
             .num_tokens = experts_TK.size(0),
@@ -82,8 +82,8 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
   if (x.dim() != 1 || x.scalar_type() != at::kFloat) return aten_kernels().gather_rows(x, index_R);
   const at::Tensor out_R = at::empty({index_R.numel()}, x.options());
-  OnDeviceOf{x}("gather_floats", gather_floats, static_cast<const float*>(floats(x)),
-                static_cast<const std::int32_t*>(indices(index_R)), floats(out_R), index_R.numel());
+  OnDeviceOf{x}("gather_floats", gather_floats, read_floats(x), indices(index_R), floats(out_R),
+                index_R.numel());
   return out_R;
 }
 
@@ -92,9 +92,6 @@ bool takes_router(const at::Tensor& logits_TE, const at::Tensor& experts_TK) {
          logits_TE.size(1) <= 256 && experts_TK.size(1) >= 1 && experts_TK.size(1) <= 32;
 }
 
-const std::int64_t* choices(const at::Tensor& t) {
-  return has_memory(t) ? t.const_data_ptr<std::int64_t>() : nullptr;
-}
 const bool* flags(const at::Tensor& t) {
   return has_memory(t) ? t.const_data_ptr<bool>() : nullptr;
 }
@@ -119,8 +116,7 @@ at::Tensor weigh_forward(const kernels::Weighing& w, const at::Tensor& logits_TE
     return aten_kernels().weigh_forward(w, logits_TE, experts_TK);
   const at::Tensor weights_TK = at::empty(experts_TK.sizes(), logits_TE.options());
   OnDeviceOf{logits_TE}("weigh", weigh, weighing_of(w, logits_TE, experts_TK),
-                        static_cast<const float*>(floats(logits_TE)), choices(experts_TK),
-                        floats(weights_TK));
+                        read_floats(logits_TE), read_longs(experts_TK), floats(weights_TK));
   return weights_TK;
 }
 
@@ -130,9 +126,8 @@ at::Tensor weigh_backward(const kernels::Weighing& w, const at::Tensor& logits_T
     return aten_kernels().weigh_backward(w, logits_TE, experts_TK, d_weights_TK);
   const at::Tensor d_logits_TE = at::empty_like(logits_TE);
   OnDeviceOf{logits_TE}("weigh_backward", cuda::weigh_backward,
-                        weighing_of(w, logits_TE, experts_TK),
-                        static_cast<const float*>(floats(logits_TE)), choices(experts_TK),
-                        static_cast<const float*>(floats(d_weights_TK)), floats(d_logits_TE));
+                        weighing_of(w, logits_TE, experts_TK), read_floats(logits_TE),
+                        read_longs(experts_TK), read_floats(d_weights_TK), floats(d_logits_TE));
   return d_logits_TE;
 }
 
@@ -141,8 +136,8 @@ at::Tensor count_choices(const at::Tensor& experts_TK, const at::Tensor& valid_T
   if (num_experts < 1 || num_experts > 8192)
     return aten_kernels().count_choices(experts_TK, valid_T1, num_experts);
   const at::Tensor counts_E = at::zeros({num_experts}, experts_TK.options());
-  OnDeviceOf{counts_E}("count_choices", cuda::count_choices, choices(experts_TK), flags(valid_T1),
-                       experts_TK.size(0), experts_TK.size(1), num_experts,
+  OnDeviceOf{counts_E}("count_choices", cuda::count_choices, read_longs(experts_TK),
+                       flags(valid_T1), experts_TK.size(0), experts_TK.size(1), num_experts,
                        counts_E.mutable_data_ptr<std::int64_t>());
   return counts_E;
 }
@@ -157,7 +152,7 @@ Balance balance_of(const BalanceOf& b, const at::Tensor& logits_TE) {
           .top_k = b.experts_TK.size(1),
           .num_sequences = b.members_BT.size(0),
           .softmax = b.softmax,
-          .experts_TK = choices(b.experts_TK),
+          .experts_TK = read_longs(b.experts_TK),
           .valid_T = flags(b.valid_T1)};
 }
 
@@ -167,9 +162,8 @@ at::Tensor balance_sums(const BalanceOf& b, const at::Tensor& logits_TE) {
   const at::Tensor workspace = at::empty({balance_workspace(balance)}, logits_TE.options()),
                    sums_2BE = at::empty({2, balance.num_sequences, balance.num_experts},
                                         logits_TE.options());
-  OnDeviceOf{logits_TE}("balance", cuda::balance, balance,
-                        static_cast<const float*>(floats(logits_TE)), floats(workspace),
-                        floats(sums_2BE));
+  OnDeviceOf{logits_TE}("balance", cuda::balance, balance, read_floats(logits_TE),
+                        floats(workspace), floats(sums_2BE));
   return sums_2BE;
 }
 
@@ -179,8 +173,7 @@ at::Tensor balance_sums_backward(const BalanceOf& b, const at::Tensor& logits_TE
     return aten_kernels().balance_sums_backward(b, logits_TE, d_sums_BE);
   const at::Tensor d_logits_TE = at::empty_like(logits_TE);
   OnDeviceOf{logits_TE}("balance_backward", balance_backward, balance_of(b, logits_TE),
-                        static_cast<const float*>(floats(logits_TE)),
-                        static_cast<const float*>(floats(d_sums_BE)), floats(d_logits_TE));
+                        read_floats(logits_TE), read_floats(d_sums_BE), floats(d_logits_TE));
   return d_logits_TE;
 }
 
@@ -191,8 +184,8 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
   const OnDeviceOf run(rows_RD);
   const std::int64_t num_tokens = inverse_TK.size(0);
   const at::Tensor y_TD = at::empty({num_tokens, rows_RD.size(1)}, rows_RD.options());
-  run("combine", combine, in(rows_RD), indices(inverse_TK), static_cast<const void*>(nullptr),
-      out(y_TD), num_tokens, inverse_TK.size(1), rows_RD.size(1));
+  run("combine", combine, in(rows_RD), indices(inverse_TK), nullptr, out(y_TD), num_tokens,
+      inverse_TK.size(1), rows_RD.size(1));
   return y_TD;
 }
 
@@ -221,7 +214,7 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) 
                        .beta2 = numbers.beta2,
                        .eps = numbers.eps,
                        .numbers = static_cast<const double*>(in(numbers.step))};
-  OnDeviceOf{numbers.step}("adamw", adamw, step, static_cast<const AdamWTensor*>(tensors.data()),
+  OnDeviceOf{numbers.step}("adamw", adamw, step, tensors.data(),
                            static_cast<std::int64_t>(tensors.size()));
 }
 
@@ -236,12 +229,12 @@ void cast_all(const std::vector<Cast>& casts) {
     if (are(at::kBFloat16, at::kFloat))
       OnDeviceOf{to}("widen", widen, in(from), floats(to), to.numel());
     else if (are(at::kFloat, at::kBFloat16))
-      narrow.push_back({static_cast<const float*>(in(from)), out(to), to.numel()});
+      narrow.push_back({read_floats(from), out(to), to.numel()});
     else
       rest.push_back({to, from});
   }
   if (!narrow.empty())
-    OnDeviceOf{casts[0].to}("narrow", cuda::narrow, static_cast<const NarrowTensor*>(narrow.data()),
+    OnDeviceOf{casts[0].to}("narrow", cuda::narrow, narrow.data(),
                             static_cast<std::int64_t>(narrow.size()));
   if (!rest.empty()) aten_kernels().cast_all(rest);
 }
@@ -260,8 +253,7 @@ at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
   const auto wide = tensors[0].options().dtype(at::kDouble);
   const at::Tensor workspace = at::empty({squares_workspace(num_tensors)}, wide),
                    sum = at::empty({}, wide);
-  OnDeviceOf{sum}("sum_of_squares", cuda::sum_of_squares,
-                  static_cast<const SquaresTensor*>(list.data()), num_tensors,
+  OnDeviceOf{sum}("sum_of_squares", cuda::sum_of_squares, list.data(), num_tensors,
                   static_cast<double*>(out(workspace)), static_cast<double*>(out(sum)));
   return sum;
 }

@@ -13,10 +13,6 @@ namespace {
 
 constexpr std::int64_t kMaxWidth = 8192;
 
-const float* read_floats(const at::Tensor& t) {
-  return t.defined() ? t.const_data_ptr<float>() : nullptr;
-}
-
 /// [rows, width] with the features of a row side by side; a view where x allows it.
 at::Tensor rows_of(const at::Tensor& x) {
   const at::Tensor rows = x.reshape({-1, x.size(-1)});
@@ -39,10 +35,7 @@ Norm norm_of(const at::Tensor& rows, const at::Tensor& weight_D, double eps) {
 }
 
 bool takes_rotation(const Rotation& r, const at::Tensor& x) {
-  bool is_taken = x.scalar_type() == at::kBFloat16 && x.stride(3) == 1 && in_chunks(x) &&
-                  r.cos_Pf.size(1) >= 8 && r.cos_Pf.size(1) % 8 == 0 && x.size(3) % 8 == 0;
-  for (int d = 0; d < 3; ++d) is_taken = is_taken && x.stride(d) % 8 == 0;
-  return is_taken;
+  return takes_heads(x) && r.cos_Pf.size(1) >= 8 && r.cos_Pf.size(1) % 8 == 0;
 }
 
 Rope rope_of(const Rotation& r, const at::Tensor& x, bool adjoint) {
@@ -57,15 +50,14 @@ Rope rope_of(const Rotation& r, const at::Tensor& x, bool adjoint) {
           .adjoint = adjoint,
           .cos = read_floats(r.cos_Pf),
           .sin = read_floats(r.sin_Pf),
-          .positions =
-              has_memory(r.positions_BL) ? r.positions_BL.const_data_ptr<std::int64_t>() : nullptr};
+          .positions = read_longs(r.positions_BL)};
 }
 
 at::Tensor rotated(const Rotation& r, const at::Tensor& x, Argument argument, bool adjoint) {
   const auto turning = r.cos_Pf.size(1) / 8;
   const bool is_in_place = argument == Argument::consumed && 16 * turning < x.size(3) &&
                            turning <= 32 && (turning & (turning - 1)) == 0;
-  const at::Tensor y = is_in_place ? x : at::empty(x.sizes(), x.options());
+  const at::Tensor y = is_in_place ? x : fresh(x);
   OnDeviceOf{x}("rope", cuda::rope, rope_of(r, x, adjoint), in(x), out(y));
   return y;
 }
@@ -78,8 +70,7 @@ bool takes_norm_of_heads(const Rotation& r, const at::Tensor& x, const at::Tenso
 
 NormOutput heads_forward(const Rotation& turn, const at::Tensor& x, const at::Tensor& weight,
                          double eps) {
-  const NormOutput y{at::empty(x.sizes(), x.options()),
-                     at::empty(x.sizes().slice(0, 3), x.options().dtype(at::kFloat))};
+  const NormOutput y{fresh(x), at::empty(x.sizes().slice(0, 3), x.options().dtype(at::kFloat))};
   OnDeviceOf{x}("norm_rope", norm_rope, rope_of(turn, x, false), read_floats(weight),
                 static_cast<float>(eps), in(x), out(y.y), floats(y.r));
   return y;
@@ -90,7 +81,7 @@ NormGradients heads_backward(const Rotation& turn, const at::Tensor& x, const at
   const Rope rope = rope_of(turn, x, true);
   const auto wide = x.options().dtype(at::kFloat);
   const at::Tensor workspace = at::empty({norm_rope_workspace(rope)}, wide);
-  const NormGradients d{at::empty(x.sizes(), x.options()), at::empty(weight.sizes(), wide)};
+  const NormGradients d{fresh(x), at::empty(weight.sizes(), wide)};
   OnDeviceOf{x}("norm_rope_backward", norm_rope_backward, rope, read_floats(weight), in(x),
                 read_floats(r), in(dy), floats(workspace), out(d.x), floats(d.weight_D));
   return d;
@@ -117,13 +108,12 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
   if (turn && takes_norm_of_heads(*turn, x, weight_D) && !beside.defined())
     return heads_backward(*turn, x, aligned(weight_D), r, aligned(dy.contiguous()));
   if (turn || !takes_norm(x)) return aten_kernels().norm_backward(x, weight_D, r, dy, turn, beside);
-  const auto plain = [](const at::Tensor& t) { return t.defined() ? aligned(t.contiguous()) : t; };
-  const at::Tensor rows = rows_of(x), weight = aligned(weight_D), dy_rows = plain(dy),
-                   beside_rows = plain(beside);
+  const at::Tensor rows = rows_of(x), weight = aligned(weight_D), dy_rows = aligned(plain(dy)),
+                   beside_rows = aligned(plain(beside));
   const Norm norm = norm_of(rows, weight, 0);
   const auto wide = x.options().dtype(at::kFloat);
   const at::Tensor workspace = at::empty({norm_workspace(norm)}, wide);
-  NormGradients d{at::empty(x.sizes(), x.options()), {}};
+  NormGradients d{fresh(x), {}};
   if (weight.defined()) d.weight_D = at::empty({norm.width}, wide);
   OnDeviceOf{x}("norm_backward", cuda::norm_backward, norm, in(rows), read_floats(r), in(dy_rows),
                 in(beside_rows), floats(workspace), out(d.x), floats(d.weight_D));
@@ -159,7 +149,7 @@ bool takes_sinks(const at::Tensor& y) {
 
 at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {
   if (!takes_sinks(y)) return aten_kernels().add_sinks_(y, lse, sinks_h);
-  at::Tensor with_sinks = at::empty(lse.sizes(), lse.options());
+  at::Tensor with_sinks = fresh(lse);
   OnDeviceOf{y}("add_sinks", cuda::add_sinks, sinks_of(y), read_floats(sinks_h), read_floats(lse),
                 out(y), floats(with_sinks));
   return with_sinks;
@@ -170,7 +160,7 @@ at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::T
   if (!takes_sinks(y) || !in_chunks(dy)) return aten_kernels().sink_gradient(y, lse, sinks_h, dy);
   const Sinks sinks = sinks_of(y);
   const at::Tensor workspace = at::empty({sink_workspace(sinks)}, lse.options());
-  at::Tensor d_sinks = at::empty(sinks_h.sizes(), sinks_h.options());
+  at::Tensor d_sinks = fresh(sinks_h);
   OnDeviceOf{y}("sink_gradient", cuda::sink_gradient, sinks, read_floats(sinks_h), read_floats(lse),
                 in(y), in(dy), floats(workspace), floats(d_sinks));
   return d_sinks;
@@ -186,7 +176,7 @@ bool takes_logits(const at::Tensor& logits_NV) {
 Logits logits_of(const at::Tensor& logits_NV, const at::Tensor& label_N) {
   return {.num_tokens = logits_NV.size(0),
           .num_words = logits_NV.size(1),
-          .label_N = label_N.const_data_ptr<std::int64_t>()};
+          .label_N = read_longs(label_N)};
 }
 
 }  // namespace
@@ -214,10 +204,8 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_
 
 namespace {
 
-bool takes_heads(const at::Tensor& t) {
-  bool is_taken = t.scalar_type() == at::kBFloat16 && t.stride(-1) == 1 && in_chunks(t);
-  for (std::int64_t d = 0; d + 1 < t.dim(); ++d) is_taken = is_taken && t.stride(d) % 8 == 0;
-  return is_taken && t.size(-1) % 8 == 0 && t.numel() < std::int64_t{1} << 33;
+bool takes_few_heads(const at::Tensor& t) {
+  return takes_heads(t) && t.numel() < std::int64_t{1} << 33;
 }
 
 HeadsAt heads_at(const at::Tensor& t) {  // a tensor of three dimensions has one head for all
@@ -248,7 +236,7 @@ bool takes_swiglu(const at::Tensor& gate, const at::Tensor& up) {
 
 LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
                                  std::int64_t num_own) {
-  if (!takes_heads(kv) || !takes_heads(key) || num_own % 8 != 0)
+  if (!takes_few_heads(kv) || !takes_few_heads(key) || num_own % 8 != 0)
     return aten_kernels().latent_heads_forward(kv, key, num_own);
   const auto fresh = [&](std::int64_t width) {
     return at::empty({kv.size(0), kv.size(1), kv.size(2), width}, kv.options());
@@ -260,7 +248,7 @@ LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
 
 LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
                                       std::int64_t num_own) {
-  if (!takes_heads(dk) || !takes_heads(dv) || num_own % 8 != 0)
+  if (!takes_few_heads(dk) || !takes_few_heads(dv) || num_own % 8 != 0)
     return aten_kernels().latent_heads_backward(dk, dv, num_own);
   LatentGradients d{
       at::empty({dk.size(0), dk.size(1), dk.size(2), num_own + dv.size(3)}, dk.options()),
@@ -272,7 +260,7 @@ LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv
 
 at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
   if (!takes_swiglu(gate, up)) return aten_kernels().swiglu_forward(gate, up);
-  const at::Tensor h = at::empty(gate.sizes(), gate.options());
+  const at::Tensor h = fresh(gate);
   OnDeviceOf{gate}("dense_swiglu", dense_swiglu, in(gate), in(up), out(h), gate.numel());
   return h;
 }
@@ -281,8 +269,7 @@ SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, co
                                 bool wants_h) {
   if (!takes_swiglu(gate, up) || !in_chunks(dh))
     return aten_kernels().swiglu_backward(gate, up, dh, wants_h);
-  const auto fresh = [&] { return at::empty(gate.sizes(), gate.options()); };
-  const SwigluGradients d{fresh(), fresh(), wants_h ? dh : at::Tensor()};
+  const SwigluGradients d{fresh(gate), fresh(gate), wants_h ? dh : at::Tensor()};
   OnDeviceOf{gate}("dense_swiglu_backward", dense_swiglu_backward, in(gate), in(up), in(dh),
                    out(d.gate), out(d.up), out(d.h), gate.numel());
   return d;
@@ -310,15 +297,14 @@ bool takes_attention(const AttentionConfig& c, const AttentionInput& a) {
   const auto &q = a.q_BLhd, &k = a.k_BSgd, &v = a.v_BSgv;
   return q.size(3) == 64 && v.size(3) == 64 && c.window > 0 && c.window <= 128 &&
          c.window < k.size(1) && (c.chunk == 0 || c.chunk >= k.size(1)) && c.start == 0 &&
-         q.size(1) == k.size(1) && !a.starts_BL.defined() && q.numel() > 0 && takes_heads(q) &&
-         takes_heads(k) && takes_heads(v);
+         q.size(1) == k.size(1) && !a.starts_BL.defined() && q.numel() > 0 && takes_few_heads(q) &&
+         takes_few_heads(k) && takes_few_heads(v);
 }
 
 AttentionOutput attention_forward(const AttentionConfig& c, const AttentionInput& a) {
   const auto& q = a.q_BLhd;
   const AttentionOutput made{
-      at::empty(q.sizes(), q.options()),
-      at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
+      fresh(q), at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
   OnDeviceOf{q}("window_attention", window_attention, window_of(c, a), out(made.y_BLhv),
                 floats(made.lse_BhL));
   return made;
@@ -326,7 +312,6 @@ AttentionOutput attention_forward(const AttentionConfig& c, const AttentionInput
 
 AttentionGradients attention_backward(const AttentionConfig& c, const AttentionInput& a,
                                       const AttentionOutput& made, const at::Tensor& dy_BLhv) {
-  const auto fresh = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
   AttentionGradients d{fresh(a.q_BLhd), fresh(a.k_BSgd), fresh(a.v_BSgv), {}};
   const at::Tensor y = aligned(made.y_BLhv.contiguous()), dy = aligned(dy_BLhv.contiguous()),
                    dots_BhL = fresh(made.lse_BhL);

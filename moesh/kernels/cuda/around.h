@@ -113,7 +113,7 @@ Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size,
 Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
                             void* d_up, void* h, std::int64_t size, Stream);
 
-/// The gated delta rule (kernels/delta_rule.h) of heads of 128 features. A key head has a query, a
+/// The gated delta rule (kernels/attention.h) of heads of 128 features. A key head has a query, a
 /// key and its value heads' values side by side.
 struct DeltaRule {
   std::int64_t batch, length, num_key_heads, num_value_heads;
@@ -195,8 +195,5 @@ Error count_choices(const std::int64_t* experts_TK, const bool* valid_T, std::in
 /// out[i] = x[index[i]], 0 where the index is negative.
 Error gather_floats(const float* x, const std::int32_t* index_R, float* out_R,
                     std::int64_t num_rows, Stream);
-
-/// bf16 to float32.
-Error widen(const void* from, float* to, std::int64_t size, Stream);
 
 }  // namespace moesh::kernels::cuda

@@ -142,8 +142,7 @@ __global__ void __launch_bounds__(kThreads) convolution_backward_kernel(const Co
 
 dim3 grid_of(const Convolution& c, int run) {
   const std::int64_t pieces = c.num_heads * c.width / 8;
-  return {static_cast<unsigned>((pieces + kThreads - 1) / kThreads),
-          static_cast<unsigned>((c.length + run - 1) / run), static_cast<unsigned>(c.batch)};
+  return {blocks_for(pieces, kThreads), blocks_for(c.length, run), static_cast<unsigned>(c.batch)};
 }
 
 ConvolutionParams params_of(const Convolution& c, const void* x, void* y) {
@@ -157,18 +156,14 @@ ConvolutionParams params_of(const Convolution& c, const void* x, void* y) {
 }  // namespace
 
 Error convolution(const Convolution& c, const void* x, void* y, Stream stream) {
-  convolution_kernel<<<grid_of(c, kForwardRun), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      params_of(c, x, y));
-  return text_of(cudaGetLastError());
+  return launch(stream, convolution_kernel, grid_of(c, kForwardRun), kThreads, params_of(c, x, y));
 }
 
 Error convolution_backward(const Convolution& c, const void* x, const void* dy, float* dw_terms,
                            void* dx, Stream stream) {
   ConvolutionParams p = params_of(c, x, dx);
   p.dy = static_cast<const bf16*>(dy), p.dw_terms = dw_terms;
-  convolution_backward_kernel<<<grid_of(c, kBackwardRun), kThreads, 0,
-                                static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, convolution_backward_kernel, grid_of(c, kBackwardRun), kThreads, p);
 }
 
 }  // namespace moesh::kernels::cuda

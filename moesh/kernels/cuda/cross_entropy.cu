@@ -86,22 +86,16 @@ Error logit_sums(const Logits& l, const void* logits_NV, float* max_N, float* su
                  float* picked_N, Stream stream) {
   if (Error error = complaint(l)) return error;
   if (l.num_tokens == 0) return nullptr;
-  logit_sums_kernel<<<static_cast<unsigned>(l.num_tokens), kThreads, 0,
-                      static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const bf16*>(logits_NV), l.label_N, static_cast<int>(l.num_words / 8), max_N,
-      sum_N, picked_N);
-  return text_of(cudaGetLastError());
+  return launch(stream, logit_sums_kernel, l.num_tokens, kThreads, logits_NV, l.label_N,
+                l.num_words / 8, max_N, sum_N, picked_N);
 }
 
 Error logit_gradient(const Logits& l, void* logits_NV, const float* total_N, const float* weight_N,
                      Stream stream) {
   if (Error error = complaint(l)) return error;
   if (l.num_tokens == 0) return nullptr;
-  logit_gradient_kernel<<<static_cast<unsigned>(l.num_tokens), kThreads, 0,
-                          static_cast<cudaStream_t>(stream)>>>(
-      static_cast<bf16*>(logits_NV), l.label_N, static_cast<int>(l.num_words / 8), total_N,
-      weight_N);
-  return text_of(cudaGetLastError());
+  return launch(stream, logit_gradient_kernel, l.num_tokens, kThreads, logits_NV, l.label_N,
+                l.num_words / 8, total_N, weight_N);
 }
 
 }  // namespace moesh::kernels::cuda

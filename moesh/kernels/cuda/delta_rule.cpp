@@ -12,19 +12,6 @@
 namespace moesh::kernels::hopper {
 namespace {
 
-const float* read_floats(const at::Tensor& t) { return static_cast<const float*>(in(t)); }
-const std::int64_t* read_starts(const at::Tensor& t) {
-  return static_cast<const std::int64_t*>(in(t));
-}
-
-/// Features of heads side by side, in pieces of 16 bytes.
-bool takes_heads(const at::Tensor& x_BLgc) {
-  bool is_taken = x_BLgc.scalar_type() == at::kBFloat16 && x_BLgc.stride(3) == 1 &&
-                  in_chunks(x_BLgc) && x_BLgc.size(3) % 8 == 0;
-  for (int d = 0; d < 3; ++d) is_taken = is_taken && x_BLgc.stride(d) % 8 == 0;
-  return is_taken;
-}
-
 bool takes(const DeltaRuleInput& rule) {
   return takes_heads(rule.qkv_BLgc) && rule.key_dim == 128 && rule.value_dim() == 128;
 }
@@ -35,9 +22,7 @@ struct RuleCall {
   cuda::DeltaRule rule;
 
   RuleCall(const DeltaRuleInput& r, bool backward)
-      : decay(r.decay_BLh.contiguous()),
-        beta(r.beta_BLh.contiguous()),
-        starts(r.starts_BL.defined() ? r.starts_BL.contiguous() : r.starts_BL) {
+      : decay(r.decay_BLh.contiguous()), beta(r.beta_BLh.contiguous()), starts(plain(r.starts_BL)) {
     const auto& x = r.qkv_BLgc;
     rule = {.batch = x.size(0),
             .length = x.size(1),
@@ -46,7 +31,7 @@ struct RuleCall {
             .strides = {x.stride(0), x.stride(1), x.stride(2)},
             .decay = read_floats(decay),
             .beta = read_floats(beta),
-            .starts = read_starts(starts)};
+            .starts = read_longs(starts)};
     workspace = at::empty({delta_rule_workspace(rule, backward)}, x.options().dtype(at::kByte));
   }
 };
@@ -71,9 +56,8 @@ DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& r, const at::Tensor
   const RuleCall call(r, /*backward=*/true);
   const at::Tensor& x = r.qkv_BLgc;
   const at::Tensor dy = aligned(dy_BLhv.contiguous());
-  DeltaRuleGradients d{at::empty_strided(x.sizes(), x.strides(), x.options()),
-                       at::empty(call.decay.sizes(), call.decay.options()),
-                       at::empty(call.decay.sizes(), call.decay.options())};
+  DeltaRuleGradients d{at::empty_strided(x.sizes(), x.strides(), x.options()), fresh(call.decay),
+                       fresh(call.decay)};
   OnDeviceOf{x}("delta_rule_backward", cuda::delta_rule_backward, call.rule, in(x), in(dy),
                 out(call.workspace), out(d.qkv_BLgc), floats(d.decay_BLh), floats(d.beta_BLh));
   return d;
@@ -91,13 +75,13 @@ cuda::Convolution convolution_of(const at::Tensor& x, const at::Tensor& w,
           .width = x.size(3),
           .strides = {x.stride(0), x.stride(1), x.stride(2)},
           .w = read_floats(w),
-          .starts = read_starts(starts)};
+          .starts = read_longs(starts)};
 }
 
 at::Tensor convolution_forward(const at::Tensor& x, const at::Tensor& w,
                                const at::Tensor& starts_BL) {
   if (!takes_convolution(x, w)) return aten_kernels().convolution_forward(x, w, starts_BL);
-  const at::Tensor taps = aligned(w.contiguous()), y = at::empty(x.sizes(), x.options());
+  const at::Tensor taps = aligned(w.contiguous()), y = fresh(x);
   OnDeviceOf{x}("convolution", cuda::convolution, convolution_of(x, taps, starts_BL), in(x),
                 out(y));
   return y;
@@ -108,7 +92,7 @@ ConvolutionGradients convolution_backward(const at::Tensor& x, const at::Tensor&
   if (!takes_convolution(x, w)) return aten_kernels().convolution_backward(x, w, starts_BL, dy);
   const at::Tensor taps = aligned(w.contiguous()), dy_rows = aligned(dy.contiguous());
   const cuda::Convolution convolution = convolution_of(x, taps, starts_BL);
-  const at::Tensor dx = at::empty(x.sizes(), x.options()),
+  const at::Tensor dx = fresh(x),
                    terms = at::empty({convolution_terms(convolution), w.size(0), w.size(1), 4},
                                      w.options());
   OnDeviceOf{x}("convolution_backward", cuda::convolution_backward, convolution, in(x), in(dy_rows),

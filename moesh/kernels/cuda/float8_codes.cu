@@ -314,10 +314,6 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
   }
 }
 
-unsigned num_blocks(int64_t num_threads) {
-  return static_cast<unsigned>((num_threads + kThreads - 1) / kThreads);
-}
-
 template <bool kBackward>
 Error run_hidden(const GroupedExperts& e, HiddenParams p, Stream stream) {
   if (e.ffn % 8 != 0 || e.ffn <= 0) return "ffn is to be a multiple of 8";
@@ -332,8 +328,7 @@ Error run_hidden(const GroupedExperts& e, HiddenParams p, Stream stream) {
   p.width = static_cast<int>(e.ffn), p.pitch = scale_pitch(e.num_rows);
   const bool plain = !biased && !e.clamped && !(e.score_before && e.score_R);
   const auto kernel = plain ? hidden_kernel<kBackward, true> : hidden_kernel<kBackward, false>;
-  kernel<<<num_blocks(e.num_rows * 32), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, kernel, blocks_for(e.num_rows * 32, kThreads), kThreads, p);
 }
 
 }  // namespace
@@ -354,9 +349,7 @@ Error expand8(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD, F
                        .lanes_of_row = static_cast<unsigned>(lanes)};
   if (num_tokens * width == 0) return nullptr;
   if (num_tokens * lanes >> 31) return "tokens have fewer than 2^34 numbers in all";
-  expand8_kernel<<<num_blocks(num_tokens * lanes), kThreads, 0,
-                   static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, expand8_kernel, blocks_for(num_tokens * lanes, kThreads), kThreads, p);
 }
 
 Error pack8(const void* rows_RD, void* packed, std::int64_t num_rows, std::int64_t width,
@@ -369,9 +362,7 @@ Error pack8(const void* rows_RD, void* packed, std::int64_t num_rows, std::int64
                      .width = static_cast<int>(width),
                      .num_tiles = static_cast<int>(width / kFloat8Tile),
                      .bytes_of_row = static_cast<int>(packed_row_bytes(width))};
-  pack8_kernel<<<num_blocks(num_rows * width / 8), kThreads, 0,
-                 static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, pack8_kernel, blocks_for(num_rows * width / 8, kThreads), kThreads, p);
 }
 
 Error unpack8(const void* packed, void* rows_RD, std::int64_t num_rows, std::int64_t width,
@@ -383,9 +374,7 @@ Error unpack8(const void* packed, void* rows_RD, std::int64_t num_rows, std::int
                        .num_rows = num_rows,
                        .width = static_cast<int>(width),
                        .bytes_of_row = static_cast<int>(packed_row_bytes(width))};
-  unpack8_kernel<<<num_blocks(num_rows * width / 8), kThreads, 0,
-                   static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, unpack8_kernel, blocks_for(num_rows * width / 8, kThreads), kThreads, p);
 }
 
 Error float8_weight(const void* w, bool is_float32, void* codes, void* transposed, float* scales,
@@ -399,13 +388,9 @@ Error float8_weight(const void* w, bool is_float32, void* codes, void* transpose
     const WeightParams<T> p{
         numbers, static_cast<uint8_t*>(codes), static_cast<uint8_t*>(transposed),
         scales,  static_cast<int>(height),     static_cast<int>(width)};
-    weight_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    return launch(stream, weight_kernel<T>, grid, kThreads, p);
   };
-  if (is_float32)
-    run(static_cast<const float*>(w));
-  else
-    run(static_cast<const bf16*>(w));
-  return text_of(cudaGetLastError());
+  return is_float32 ? run(static_cast<const float*>(w)) : run(static_cast<const bf16*>(w));
 }
 
 Error act8(const GroupedExperts& e, const void* gate_RF, const void* up_RF, Float8Rows act,

@@ -188,10 +188,8 @@ Error check(const Gate& g) {
 }  // namespace
 
 Error split_gate(const Gate& g, const float* gate_ED, void* terms, Stream stream) {
-  split_gate_kernel<<<256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      gate_ED, static_cast<bf16*>(terms), static_cast<int>(g.num_experts),
-      static_cast<int>(padded_experts(g.num_experts)), g.model);
-  return text_of(cudaGetLastError());
+  return launch(stream, split_gate_kernel, 256, 256, gate_ED, terms, g.num_experts,
+                padded_experts(g.num_experts), g.model);
 }
 
 Error gate_logits(const Gate& g, const void* x_TD, const void* terms, float* logits_TE,
@@ -238,16 +236,15 @@ Error gate_backward(const Gate& g, const void* x_TD, const void* gate_terms,
   p.model = static_cast<int>(g.model), p.padded = layout.padded;
   p.num_steps = ceil_div(static_cast<int>(g.num_tokens), kTileK);
   p.steps_of_part = layout.steps_of_part;
-  split_logits_kernel<<<static_cast<unsigned>((g.num_tokens * layout.padded + 255) / 256), 256, 0,
-                        queue>>>(d_logits_TE, terms, ends, g.num_tokens, num_experts,
-                                 layout.padded);
+  error = launch(stream, split_logits_kernel, blocks_for(g.num_tokens * layout.padded, 256), 256,
+                 d_logits_TE, terms, ends, g.num_tokens, num_experts, layout.padded);
+  if (error) return error;
   error = g.num_experts <= 64 ? launch_product<64>(p, layout, queue)
                               : launch_product<128>(p, layout, queue);
   if (error) return error;
-  sum_parts<<<static_cast<unsigned>((g.model * layout.padded + 255) / 256), 256, 0, queue>>>(
-      p.parts, d_gate_ED, layout.num_parts, g.model, layout.padded, num_experts);
-  if ((error = text_of(cudaGetLastError()))) return error;
-  if (!dx_TD) return nullptr;
+  error = launch(stream, sum_parts, blocks_for(g.model * layout.padded, 256), 256, p.parts,
+                 d_gate_ED, layout.num_parts, g.model, layout.padded, num_experts);
+  if (error || !dx_TD) return error;
   // The gate's terms middle, high, high as W1 of one expert, [3 P, D].
   const GroupedExperts one{.num_rows = g.num_tokens,
                            .model = g.model,

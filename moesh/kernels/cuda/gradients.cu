@@ -147,14 +147,9 @@ Error score_gradient(const GroupedExperts& e, const void* dy_RD, const float* d_
                       static_cast<int>(num_score_terms(e.ffn)),
                       static_cast<int>(e.num_experts),
                       static_cast<int>(e.model)};
-  const auto queue = static_cast<cudaStream_t>(stream);
-  const int per_block = biased ? kThreads / 32 : kThreads;
-  const auto num_blocks = static_cast<unsigned>((e.num_rows + per_block - 1) / per_block);
-  if (biased)
-    sum_score_terms<<<num_blocks, kThreads, 0, queue>>>(p);
-  else
-    sum_plain_score_terms<<<num_blocks, kThreads, 0, queue>>>(p);
-  return text_of(cudaGetLastError());
+  return biased
+             ? launch(stream, sum_score_terms, blocks_for(e.num_rows, kThreads / 32), kThreads, p)
+             : launch(stream, sum_plain_score_terms, blocks_for(e.num_rows, kThreads), kThreads, p);
 }
 
 Error bias_gradients(const GroupedExperts& e, const void* dy_RD, void* d_gate_RF, void* d_up_RF,

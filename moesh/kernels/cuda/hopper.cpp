@@ -82,15 +82,7 @@ class ExpertsCall {
         is_float8_(config.float8_tile > 0),
         run_(input.x),
         input_{aligned(input.x), input.ends_e, input.scores_R, input.token_R, input.inverse_TK},
-        weights_{aligned(w.w1_eFD),
-                 aligned(w.w3_eFD),
-                 aligned(w.w2_eDF),
-                 aligned(w.b1_eF),
-                 aligned(w.b3_eF),
-                 aligned(w.b2_eD),
-                 {aligned(w.lora.a13_erD), aligned(w.lora.b13_e2Fr), aligned(w.lora.a2_erF),
-                  aligned(w.lora.b2_eDr), w.lora.scale13, w.lora.scale2},
-                 w.codes},
+        weights_(mapped(w, aligned)),
         experts_{.num_rows = num_rows,
                  .model = w.w1_eFD.size(2),
                  .ffn = w.w1_eFD.size(1),
@@ -135,8 +127,8 @@ class ExpertsCall {
     ExpertsLora& d_lora = d.weights.lora;
     const bool frozen = experts_.frozen;
     if (!frozen) {
-      d.weights.b1_eF = like(weights_.b1_eF), d.weights.b3_eF = like(weights_.b3_eF);
-      d.weights.b2_eD = like(weights_.b2_eD);
+      d.weights.b1_eF = fresh(weights_.b1_eF), d.weights.b3_eF = fresh(weights_.b3_eF);
+      d.weights.b2_eD = fresh(weights_.b2_eD);
     }
     {
       const at::Tensor d_low2_Rr =
@@ -157,8 +149,8 @@ class ExpertsCall {
              floats(terms));
       }
       if (terms.defined())
-        run_("score_gradient", score_gradient, experts_, in(dy_RD),
-             static_cast<const float*>(floats(terms)), floats(d.scores_R));
+        run_("score_gradient", score_gradient, experts_, in(dy_RD), read_floats(terms),
+             floats(d.scores_R));
       if (frozen)
         d_lora.a2_erF = gradient_of_a(l.a2_erF, d_low2_Rr, act_RF, Rows::at_experts);
       else if (hidden_RF)
@@ -200,17 +192,14 @@ class ExpertsCall {
   }
 
  private:
-  static at::Tensor like(const at::Tensor& t) {
-    return t.defined() ? at::empty(t.sizes(), t.options()) : t;
-  }
   at::Tensor gradient_of_w2(const at::Tensor& dy_RD, const at::Tensor& hidden_RF) const {
-    const at::Tensor d = like(weights_.w2_eDF);
+    const at::Tensor d = fresh(weights_.w2_eDF);
     run_("dw2", dw2, experts_, in(dy_RD), in(hidden_RF), out(d), out(for_chunks()));
     return d;
   }
   void gradients_of_w1_and_w3(const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF,
                               ExpertsWeights& d) const {
-    d.w1_eFD = like(weights_.w1_eFD), d.w3_eFD = like(weights_.w3_eFD);
+    d.w1_eFD = fresh(weights_.w1_eFD), d.w3_eFD = fresh(weights_.w3_eFD);
     run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(d_gate_RF), in(d_up_RF),
          out(d.w1_eFD), out(d.w3_eFD), out(for_chunks()));
   }
@@ -256,7 +245,7 @@ class ExpertsCall {
     const LowRank l = low_rank_of(low_Rr.size(1), tensors, rows);
     const at::Tensor d_low_Rr = empty_low(l.rank),
                      sums = at::empty({low_rank_workspace(l, true)}, b.options().dtype(at::kFloat));
-    d_b = like(b);
+    d_b = fresh(b);
     run_("low_rank_db", low_rank_db, l, in(b), in(low_Rr), static_cast<float>(scale), floats(sums),
          out(d_b), out(d_low_Rr));
     return d_low_Rr;
@@ -265,8 +254,8 @@ class ExpertsCall {
                            Rows rows) const {
     if (!a.defined()) return {};
     const LowRank l = low_rank_of(a.size(1), {x}, rows);
-    const at::Tensor d = like(a), sums = at::empty({low_rank_workspace(l, false)},
-                                                   a.options().dtype(at::kFloat));
+    const at::Tensor d = fresh(a), sums = at::empty({low_rank_workspace(l, false)},
+                                                    a.options().dtype(at::kFloat));
     run_("low_rank_da", low_rank_da, l, in(d_low_Rr), floats(sums), out(d));
     return d;
   }
@@ -357,8 +346,8 @@ class ExpertsCall {
     if (!gathered()) return rows_RD;
     const at::Tensor& inverse_TK = input_.inverse_TK;
     const at::Tensor out_TD = at::empty_like(input_.x);
-    run_("combine", combine, in(rows_RD), indices(inverse_TK), static_cast<const void*>(nullptr),
-         out(out_TD), out_TD.size(0), inverse_TK.size(1), experts_.model);
+    run_("combine", combine, in(rows_RD), indices(inverse_TK), nullptr, out(out_TD), out_TD.size(0),
+         inverse_TK.size(1), experts_.model);
     return out_TD;
   }
 
@@ -413,8 +402,7 @@ at::Tensor product(const at::Tensor& rows_MK, const CodedWeight& w, std::int64_t
   const OnDeviceOf run(rows_MK);
   const at::Tensor x = aligned(rows_MK), y = at::empty({M, N}, x.options());
   const RowCodes codes = RowCodes::empty(M, K, x.options());
-  run("expand8", expand8, in(x), static_cast<const std::int32_t*>(nullptr),
-      static_cast<void*>(nullptr), Float8Rows(codes), M, 1, M, K);
+  run("expand8", expand8, in(x), nullptr, nullptr, Float8Rows(codes), M, 1, M, K);
   run("float8_product", cuda::float8_product,
       Float8Product{.num_rows = M,
                     .width = N,
@@ -450,8 +438,7 @@ struct TermsOfGate {
       return;
     x_TD = aligned(x);
     terms = at::empty({4, padded_experts(gate.num_experts), gate.model}, x.options());
-    OnDeviceOf{x}("split_gate", split_gate, gate, static_cast<const float*>(floats(gate_ED)),
-                  out(terms));
+    OnDeviceOf{x}("split_gate", split_gate, gate, read_floats(gate_ED), out(terms));
   }
   bool taken() const { return terms.defined(); }
 };
@@ -471,8 +458,7 @@ GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
   GateGradients d{as_product ? at::Tensor() : at::empty_like(g.x_TD), at::empty_like(gate_ED)};
   const at::Tensor workspace = at::empty({gate_workspace(g.gate)}, x.options().dtype(at::kByte));
   OnDeviceOf{x}("gate_backward", cuda::gate_backward, g.gate, in(g.x_TD), in(g.terms),
-                static_cast<const float*>(floats(d_logits_TE)), out(workspace), floats(d.gate_ED),
-                out(d.x_TD));
+                read_floats(d_logits_TE), out(workspace), floats(d.gate_ED), out(d.x_TD));
   if (as_product) {
     const std::int64_t num_terms = 3 * padded_experts(g.gate.num_experts);
     d.rows_TP = workspace.narrow(0, 0, x.size(0) * num_terms * 2)
@@ -486,6 +472,7 @@ GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
 std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {
   const at::Tensor& w1 = w.w1_eFD;
   if (config.float8_tile > 0) {
+    if (w.lora.any()) return "moesh's own experts take LoRA only without float8";
     if (config.float8_tile != kFloat8Tile || w1.size(1) % 16 != 0 || w1.size(2) % 16 != 0)
       return detail::concat("float8 has tiles of ", config.float8_tile, " in weights [experts, ",
                             w1.size(1), ", ", w1.size(2), "], and own kernels take tiles of ",
@@ -530,7 +517,6 @@ const KernelTable& hopper_kernels() {
     t.experts_backward = hopper::experts_backward;
     t.refuses_device = on_device::refusal<cuda::check_hopper>;
     t.refuses_experts = hopper::refuses_experts;
-    t.takes_lora = true;
     return t;
   }();
   return table;

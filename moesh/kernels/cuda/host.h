@@ -23,6 +23,19 @@ inline Error text_of(cudaError_t status) {
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
+inline unsigned blocks_for(std::int64_t size, std::int64_t of_block) {
+  return static_cast<unsigned>((size + of_block - 1) / of_block);
+}
+
+/// Queues a kernel, whose arguments become what it takes.
+template <class... Parameters, class... Arguments>
+Error launch(Stream stream, void (*kernel)(Parameters...), dim3 blocks, int threads,
+             const Arguments&... arguments) {
+  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<Parameters>(arguments)...);
+  return text_of(cudaGetLastError());
+}
+
 /// Setup that a kernel needs once per device.
 class Prepared {
  public:

@@ -69,10 +69,6 @@ __global__ void __launch_bounds__(kThreads) sum_heads(const LatentParams p) {
   store16(p.key(sequence, position, 0) + feature, packed(sum));
 }
 
-unsigned num_blocks(int64_t size) {
-  return static_cast<unsigned>((size + kThreads - 1) / kThreads);
-}
-
 HeadAddress place(const HeadsAt& h) {
   return {static_cast<bf16*>(h.data), {h.strides[0], h.strides[1], h.strides[2]}};
 }
@@ -107,18 +103,19 @@ Error latent_heads(const Latent& l, Stream stream) {
   if (Error error = complaint(l)) return error;
   const auto p = params_of(l, l.num_heads * (l.num_own + l.num_shared + l.num_value) / 8);
   if (p.size == 0) return nullptr;
-  move_heads<true><<<num_blocks(p.size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, move_heads<true>, blocks_for(p.size, kThreads), kThreads, p);
 }
 
 Error latent_heads_backward(const Latent& l, Stream stream) {
   if (Error error = complaint(l)) return error;
-  const auto queue = static_cast<cudaStream_t>(stream);
   const auto heads = params_of(l, l.num_heads * (l.num_own + l.num_value) / 8),
              shared = params_of(l, l.num_shared / 8);
-  if (heads.size > 0) move_heads<false><<<num_blocks(heads.size), kThreads, 0, queue>>>(heads);
-  if (shared.size > 0) sum_heads<<<num_blocks(shared.size), kThreads, 0, queue>>>(shared);
-  return text_of(cudaGetLastError());
+  Error error = nullptr;
+  if (heads.size > 0)
+    error = launch(stream, move_heads<false>, blocks_for(heads.size, kThreads), kThreads, heads);
+  if (!error && shared.size > 0)
+    error = launch(stream, sum_heads, blocks_for(shared.size, kThreads), kThreads, shared);
+  return error;
 }
 
 }  // namespace moesh::kernels::cuda

@@ -403,10 +403,6 @@ Error refused(const LowRank& l) {
   return nullptr;
 }
 
-unsigned blocks_for(int64_t size) {
-  return static_cast<unsigned>((size + kThreads - 1) / kThreads);
-}
-
 template <int kRank, bool kProduct>
 Error launch_sums(const Params& p, cudaStream_t queue) {
   static Prepared prepared;
@@ -433,10 +429,10 @@ Error sums(const LowRank& l, Params p, float* workspace, Stream stream) {
   if (Error error =
           l.rank <= 16 ? launch_sums<16, kIsB>(p, queue) : launch_sums<32, kIsB>(p, queue))
     return error;
-  const unsigned per_expert = blocks_for(size / 8), of_rows = blocks_for(l.num_rows * l.rank / 8);
-  add_sums<kIsB><<<per_expert* static_cast<unsigned>(l.num_experts) + (kIsB ? of_rows : 0),
-                   kThreads, 0, queue>>>(p, static_cast<int>(per_expert));
-  return text_of(cudaGetLastError());
+  const unsigned per_expert = blocks_for(size / 8, kThreads),
+                 of_rows = kIsB ? blocks_for(l.num_rows * l.rank / 8, kThreads) : 0;
+  return launch(stream, add_sums<kIsB>, per_expert * l.num_experts + of_rows, kThreads, p,
+                per_expert);
 }
 
 }  // namespace
@@ -447,15 +443,10 @@ Error low_rank(const LowRank& l, const void* a_ErW, float scale, void* low_Rr, S
   Params p = params_of(l);
   p.matrix = static_cast<const bf16*>(a_ErW), p.out_low = static_cast<bf16*>(low_Rr);
   p.scale = scale;
-  const auto queue = static_cast<cudaStream_t>(stream);
-  const auto runs = static_cast<unsigned>(l.num_rows / kRowsOfBlock + l.num_experts);
-  if (l.rank <= 16)
-    low_rank_kernel<16><<<runs, kThreads, 0, queue>>>(p);
-  else if (l.rank <= 32)
-    low_rank_kernel<32><<<runs, kThreads, 0, queue>>>(p);
-  else
-    low_rank_kernel<64><<<runs, kThreads, 0, queue>>>(p);
-  return text_of(cudaGetLastError());
+  const auto kernel = l.rank <= 16   ? low_rank_kernel<16>
+                      : l.rank <= 32 ? low_rank_kernel<32>
+                                     : low_rank_kernel<64>;
+  return launch(stream, kernel, l.num_rows / kRowsOfBlock + l.num_experts, kThreads, p);
 }
 
 Error low_rank_da(const LowRank& l, const void* d_low_Rr, float* workspace, void* da_ErW,

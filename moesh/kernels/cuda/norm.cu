@@ -337,7 +337,7 @@ int warps_per_row(std::int64_t width) {
 
 /// f(warps per row as a constant).
 template <class F>
-void with_warps(std::int64_t width, F f) {
+Error with_warps(std::int64_t width, F f) {
   switch (warps_per_row(width)) {
     case 1: return f(std::integral_constant<int, 1>());
     case 2: return f(std::integral_constant<int, 2>());
@@ -365,7 +365,7 @@ std::int64_t width_of(const Rope& r) { return r.num_kept + 2 * r.num_turns; }
 
 /// f(lanes of a head as a constant).
 template <class F>
-void with_lanes(std::int64_t width, F f) {
+Error with_lanes(std::int64_t width, F f) {
   switch (width) {
     case 64: return f(std::integral_constant<int, 8>());
     case 128: return f(std::integral_constant<int, 16>());
@@ -416,11 +416,12 @@ HeadsParams params_of(const Rope& r, std::int64_t heads, const float* weight, co
           .terms = nullptr};
 }
 
-/// d_weight = the sum of the blocks' terms; zeros without blocks.
-void add_terms(const float* terms, std::int64_t num_terms, std::int64_t width, float* d_weight,
-               cudaStream_t queue) {
-  sum_terms<<<static_cast<unsigned>((width + kTermColumns - 1) / kTermColumns), kThreads, 0,
-              queue>>>(terms, static_cast<int>(num_terms), static_cast<int>(width), d_weight);
+/// d_weight, if it is wanted: the sum of the blocks' terms; zeros without blocks.
+Error add_terms(const float* terms, std::int64_t num_terms, std::int64_t width, float* d_weight,
+                Stream stream) {
+  return d_weight ? launch(stream, sum_terms, cuda::blocks_for(width, kTermColumns), kThreads,
+                           terms, num_terms, width, d_weight)
+                  : nullptr;
 }
 
 }  // namespace
@@ -439,12 +440,9 @@ Error norm(const Norm& n, const void* x, void* y, float* r_N, Stream stream) {
                      .dy = nullptr,
                      .beside = nullptr,
                      .terms = nullptr};
-  with_warps(n.width, [&](auto warps) {
-    norm_kernel<warps>
-        <<<static_cast<unsigned>(blocks_for(n)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            p);
+  return with_warps(n.width, [&](auto warps) {
+    return launch(stream, norm_kernel<warps>, blocks_for(n), kThreads, p);
   });
-  return text_of(cudaGetLastError());
 }
 
 std::int64_t norm_workspace(const Norm& n) { return n.weight ? backward_blocks(n) * n.width : 0; }
@@ -453,7 +451,6 @@ Error norm_backward(const Norm& n, const void* x, const float* r_N, const void* 
                     const void* beside, float* workspace, void* dx, float* d_weight,
                     Stream stream) {
   if (Error error = complaint(n)) return error;
-  const auto queue = static_cast<cudaStream_t>(stream);
   const NormParams p{.x = static_cast<const bf16*>(x),
                      .stride = n.stride,
                      .weight = n.weight,
@@ -465,13 +462,13 @@ Error norm_backward(const Norm& n, const void* x, const float* r_N, const void* 
                      .dy = static_cast<const bf16*>(dy),
                      .beside = static_cast<const bf16*>(beside),
                      .terms = d_weight ? workspace : nullptr};
-  const auto num_blocks = static_cast<unsigned>(backward_blocks(n));
+  const std::int64_t num_blocks = backward_blocks(n);
+  Error error = nullptr;
   if (num_blocks > 0)
-    with_warps(n.width, [&](auto warps) {
-      norm_backward_kernel<warps><<<num_blocks, kThreads, 0, queue>>>(p);
+    error = with_warps(n.width, [&](auto warps) {
+      return launch(stream, norm_backward_kernel<warps>, num_blocks, kThreads, p);
     });
-  if (d_weight) add_terms(workspace, num_blocks, n.width, d_weight, queue);
-  return text_of(cudaGetLastError());
+  return error ? error : add_terms(workspace, num_blocks, n.width, d_weight, stream);
 }
 
 Error norm_rope(const Rope& r, const float* weight, float eps, const void* x, void* y, float* r_N,
@@ -479,12 +476,11 @@ Error norm_rope(const Rope& r, const float* weight, float eps, const void* x, vo
   if (Error error = complaint(r)) return error;
   HeadsParams p = params_of(r, kHeadsAhead, weight, x, y);
   p.eps = eps, p.r_N = r_N;
-  const auto num_blocks = static_cast<unsigned>(blocks_for(r, kHeadsAhead, kHeadThreads));
+  const std::int64_t num_blocks = blocks_for(r, kHeadsAhead, kHeadThreads);
   if (num_blocks == 0) return nullptr;
-  with_lanes(width_of(r), [&](auto lanes) {
-    norm_rope_kernel<lanes><<<num_blocks, kHeadThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return with_lanes(width_of(r), [&](auto lanes) {
+    return launch(stream, norm_rope_kernel<lanes>, num_blocks, kHeadThreads, p);
   });
-  return text_of(cudaGetLastError());
 }
 
 std::int64_t norm_rope_workspace(const Rope& r) { return backward_blocks(r) * width_of(r); }
@@ -493,18 +489,16 @@ Error norm_rope_backward(const Rope& r, const float* weight, const void* x, cons
                          const void* dy, float* workspace, void* dx, float* d_weight,
                          Stream stream) {
   if (Error error = complaint(r)) return error;
-  const auto queue = static_cast<cudaStream_t>(stream);
   HeadsParams p = params_of(r, kHeadsBack, weight, x, dx);
   p.r_N = const_cast<float*>(r_N), p.dy = static_cast<const bf16*>(dy);
   p.terms = d_weight ? workspace : nullptr;
   const std::int64_t num_blocks = backward_blocks(r);
+  Error error = nullptr;
   if (num_blocks > 0)
-    with_lanes(width_of(r), [&](auto lanes) {
-      norm_rope_backward_kernel<lanes>
-          <<<static_cast<unsigned>(num_blocks), kBackThreads, 0, queue>>>(p);
+    error = with_lanes(width_of(r), [&](auto lanes) {
+      return launch(stream, norm_rope_backward_kernel<lanes>, num_blocks, kBackThreads, p);
     });
-  if (d_weight) add_terms(workspace, num_blocks, width_of(r), d_weight, queue);
-  return text_of(cudaGetLastError());
+  return error ? error : add_terms(workspace, num_blocks, width_of(r), d_weight, stream);
 }
 
 }  // namespace moesh::kernels::cuda

@@ -69,9 +69,21 @@ inline const std::int32_t* indices(const at::Tensor& t) {
 inline float* floats(const at::Tensor& t) {
   return has_memory(t) ? t.mutable_data_ptr<float>() : nullptr;
 }
+inline const float* read_floats(const at::Tensor& t) {
+  return has_memory(t) ? t.const_data_ptr<float>() : nullptr;
+}
+inline const std::int64_t* read_longs(const at::Tensor& t) {
+  return has_memory(t) ? t.const_data_ptr<std::int64_t>() : nullptr;
+}
 
 inline bool in_chunks(const at::Tensor& t) {  // of 16 bytes, as the kernels read and write
   return reinterpret_cast<std::uintptr_t>(in(t)) % 16 == 0;
+}
+/// Heads whose features lie side by side, in such pieces.
+inline bool takes_heads(const at::Tensor& t) {
+  bool is_taken = t.scalar_type() == at::kBFloat16 && t.stride(-1) == 1 && in_chunks(t);
+  for (std::int64_t d = 0; d + 1 < t.dim(); ++d) is_taken = is_taken && t.stride(d) % 8 == 0;
+  return is_taken && t.size(-1) % 8 == 0;
 }
 /// A view may begin anywhere.
 inline at::Tensor aligned(const at::Tensor& t) {

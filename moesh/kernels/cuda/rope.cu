@@ -113,15 +113,10 @@ Error rope(const Rope& r, const void* x, void* y, Stream stream) {
   if (p.size == 0) return nullptr;
   if (is_in_place)
     for (int i = 0; i < 3; ++i) p.y_strides[i] = p.strides[i];
-  const auto num_blocks = static_cast<unsigned>((p.size + kThreads - 1) / kThreads);
-  const auto queue = static_cast<cudaStream_t>(stream);
-  if (!r.interleaved)
-    rope_kernel<false, false><<<num_blocks, kThreads, 0, queue>>>(p);
-  else if (r.adjoint)
-    rope_kernel<false, true><<<num_blocks, kThreads, 0, queue>>>(p);
-  else
-    rope_kernel<true, false><<<num_blocks, kThreads, 0, queue>>>(p);
-  return text_of(cudaGetLastError());
+  const auto kernel = !r.interleaved ? rope_kernel<false, false>
+                      : r.adjoint    ? rope_kernel<false, true>
+                                     : rope_kernel<true, false>;
+  return launch(stream, kernel, blocks_for(p.size, kThreads), kThreads, p);
 }
 
 }  // namespace moesh::kernels::cuda

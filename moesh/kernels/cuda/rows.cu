@@ -72,10 +72,6 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandParams p) 
   }
 }
 
-unsigned num_blocks(int64_t size) {
-  return static_cast<unsigned>((size + kThreads - 1) / kThreads);
-}
-
 Error complaint(int64_t num_tokens, int64_t width) {
   if (width % 8 != 0) return "the width of rows is to be a multiple of 8";
   return num_tokens * width >> 34 ? "tokens have fewer than 2^34 numbers in all" : nullptr;
@@ -91,8 +87,7 @@ Error expand(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD,
       static_cast<bf16*>(rows_RD),    static_cast<unsigned>(width / 8),
       static_cast<int>(top_k),        static_cast<unsigned>(num_tokens * width / 8)};
   if (p.size == 0) return nullptr;
-  expand_kernel<<<num_blocks(p.size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, expand_kernel, blocks_for(p.size, kThreads), kThreads, p);
 }
 
 Error combine(const void* rows_RD, const std::int32_t* inverse_TK, const void* addend_TD,
@@ -107,8 +102,7 @@ Error combine(const void* rows_RD, const std::int32_t* inverse_TK, const void* a
                         static_cast<int>(top_k),
                         static_cast<unsigned>(num_tokens * width / 8)};
   if (p.size == 0) return nullptr;
-  combine_kernel<<<num_blocks(p.size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, combine_kernel, blocks_for(p.size, kThreads), kThreads, p);
 }
 
 }  // namespace moesh::kernels::cuda

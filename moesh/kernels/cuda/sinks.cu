@@ -118,9 +118,7 @@ Error add_sinks(const Sinks& s, const float* sinks, const float* lse, void* y, f
   p.y = static_cast<bf16*>(y), p.lse_out = lse_out;
   const uint32_t num_chunks = p.num_tokens * p.num_heads * (p.width / 8);
   if (num_chunks == 0) return nullptr;
-  add_sinks_kernel<<<(num_chunks + kThreads - 1) / kThreads, kThreads, 0,
-                     static_cast<cudaStream_t>(stream)>>>(p);
-  return text_of(cudaGetLastError());
+  return launch(stream, add_sinks_kernel, blocks_for(num_chunks, kThreads), kThreads, p);
 }
 
 std::int64_t sink_workspace(const Sinks& s) { return kTerms * s.num_heads; }
@@ -132,11 +130,11 @@ Error sink_gradient(const Sinks& s, const float* sinks, const float* lse, const 
   SinkParams p = params_of(s, lse, sinks);
   p.y = const_cast<bf16*>(static_cast<const bf16*>(y)), p.dy = static_cast<const bf16*>(dy);
   p.terms = workspace;
-  const auto queue = static_cast<cudaStream_t>(stream);
-  sink_terms_kernel<<<dim3(kTerms, static_cast<unsigned>(p.num_heads)), kThreads, 0, queue>>>(p);
-  sum_sink_terms<<<static_cast<unsigned>((p.num_heads + kThreads - 1) / kThreads), kThreads, 0,
-                   queue>>>(workspace, p.num_heads, d_sinks);
-  return text_of(cudaGetLastError());
+  const dim3 grid(kTerms, static_cast<unsigned>(p.num_heads));
+  const Error error = launch(stream, sink_terms_kernel, grid, kThreads, p);
+  return error ? error
+               : launch(stream, sum_sink_terms, blocks_for(p.num_heads, kThreads), kThreads,
+                        workspace, p.num_heads, d_sinks);
 }
 
 }  // namespace moesh::kernels::cuda

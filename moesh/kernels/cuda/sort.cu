@@ -134,13 +134,12 @@ std::int64_t sort_workspace(const Sort& s) { return blocks_of(s) * s.num_experts
 Error sort(const Sort& s, Stream stream) {
   if (s.num_experts < 1 || s.num_experts > kMaxExperts) return "experts are to be 1 to 512";
   if (s.num_tokens * s.top_k > 0x7fffffff) return "choices are to be fewer than 2^31";
-  const auto queue = static_cast<cudaStream_t>(stream);
   const SortParams p{s, static_cast<int>(s.num_tokens * s.top_k), blocks_of(s)};
   if (p.num_choices == 0)
-    return text_of(cudaMemsetAsync(s.ends_E, 0, s.num_experts * sizeof(int), queue));
-  count<<<p.num_blocks, kThreads, 0, queue>>>(p);
-  put<<<p.num_blocks, kThreads, 0, queue>>>(p);
-  return text_of(cudaGetLastError());
+    return text_of(cudaMemsetAsync(s.ends_E, 0, s.num_experts * sizeof(int),
+                                   static_cast<cudaStream_t>(stream)));
+  const Error error = launch(stream, count, p.num_blocks, kThreads, p);
+  return error ? error : launch(stream, put, p.num_blocks, kThreads, p);
 }
 
 }  // namespace moesh::kernels::cuda

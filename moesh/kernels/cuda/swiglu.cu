@@ -36,29 +36,21 @@ __global__ void __launch_bounds__(kThreads)
   if (h) store16(h + at, packed(d));
 }
 
-unsigned num_blocks(int64_t num_chunks) {
-  return static_cast<unsigned>((num_chunks + kThreads - 1) / kThreads);
-}
-
 }  // namespace
 
 Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size, Stream stream) {
   if (size % 8 != 0) return "a SwiGLU has a multiple of 8 numbers";
   if (size == 0) return nullptr;
-  swiglu_kernel<<<num_blocks(size / 8), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const bf16*>(gate), static_cast<const bf16*>(up), static_cast<bf16*>(h),
-      size / 8);
-  return text_of(cudaGetLastError());
+  return launch(stream, swiglu_kernel, blocks_for(size / 8, kThreads), kThreads, gate, up, h,
+                size / 8);
 }
 
 Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
                             void* d_up, void* h, std::int64_t size, Stream stream) {
   if (size % 8 != 0) return "a SwiGLU has a multiple of 8 numbers";
   if (size == 0) return nullptr;
-  swiglu_backward_kernel<<<num_blocks(size / 8), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const bf16*>(gate), static_cast<const bf16*>(up), static_cast<const bf16*>(dh),
-      static_cast<bf16*>(d_gate), static_cast<bf16*>(d_up), static_cast<bf16*>(h), size / 8);
-  return text_of(cudaGetLastError());
+  return launch(stream, swiglu_backward_kernel, blocks_for(size / 8, kThreads), kThreads, gate, up,
+                dh, d_gate, d_up, h, size / 8);
 }
 
 }  // namespace moesh::kernels::cuda

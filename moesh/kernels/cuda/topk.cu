@@ -70,16 +70,11 @@ Error top_k(const float* scores_TE, std::int64_t num_tokens, std::int64_t num_ex
   if (num_experts < 1 || num_experts > 256) return "routed experts are to be 1 to 256";
   if (k < 1 || k > num_experts) return "k is to be 1 to the number of experts";
   if (num_tokens == 0) return nullptr;
-  const auto run = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>((num_tokens + 7) / 8), 256, 0,
-             static_cast<cudaStream_t>(stream)>>>(scores_TE, static_cast<int>(num_tokens),
-                                                  static_cast<int>(num_experts),
-                                                  static_cast<int>(k), values_TK, experts_TK);
-  };
-  num_experts <= 64    ? run(top_k_kernel<2>)
-  : num_experts <= 128 ? run(top_k_kernel<4>)
-                       : run(top_k_kernel<8>);
-  return text_of(cudaGetLastError());
+  const auto kernel = num_experts <= 64    ? top_k_kernel<2>
+                      : num_experts <= 128 ? top_k_kernel<4>
+                                           : top_k_kernel<8>;
+  return launch(stream, kernel, blocks_for(num_tokens, 8), 256, scores_TE, num_tokens, num_experts,
+                k, values_TK, experts_TK);
 }
 
 }  // namespace moesh::kernels::cuda

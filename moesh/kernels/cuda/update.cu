@@ -1,8 +1,7 @@
 // AdamW, casts and the sum of squares over lists of tensors. A list is cut into chunks of one size,
 // which the blocks take in turn: each finds the tensor of its chunk by bisection.
 
-#include <cuda_bf16.h>
-
+#include "moesh/kernels/cuda/activation.h"
 #include "moesh/kernels/cuda/host.h"
 #include "moesh/kernels/cuda/update.h"
 
@@ -205,9 +204,24 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *out = sum;
 }
 
-/// launch(list) for lists that hold as much as fits.
-template <class Tensor, class Launch>
-Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& launch) {
+constexpr int kWidth = 8;  // numbers that a thread widens
+
+__global__ void __launch_bounds__(kThreads)
+    widen_kernel(const bf16* from, float* to, int64_t size) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  if (i + kWidth <= size) {
+    float v[kWidth];
+    unpack(load16(from + i), v);
+    __stcs(reinterpret_cast<float4*>(to + i), float4{v[0], v[1], v[2], v[3]});
+    __stcs(reinterpret_cast<float4*>(to + i) + 1, float4{v[4], v[5], v[6], v[7]});
+  } else {
+    for (int64_t j = i; j < size; ++j) to[j] = __bfloat162float(from[j]);
+  }
+}
+
+/// run(list) for lists that hold as much as fits.
+template <class Tensor, class Run>
+Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Run& run) {
   for (std::int64_t first = 0; first < num_tensors; first += kMaxTensors) {
     List<Tensor> list;
     std::int64_t end = 0;
@@ -219,8 +233,7 @@ Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& la
       if (end > INT32_MAX) return "an update of more than 2^44 elements";
       list.ends[i] = static_cast<int>(end);
     }
-    launch(list, first / kMaxTensors);
-    if (Error error = text_of(cudaGetLastError())) return error;
+    if (Error error = run(list, first / kMaxTensors)) return error;
   }
   return nullptr;
 }
@@ -230,14 +243,20 @@ Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& la
 Error adamw(const AdamWStep& step, const AdamWTensor* tensors, std::int64_t num_tensors,
             Stream stream) {
   return in_lists(tensors, num_tensors, [&](const List<AdamWTensor>& list, std::int64_t) {
-    adamw_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list, step);
+    return launch(stream, adamw_kernel, kBlocks, kThreads, list, step);
   });
 }
 
 Error narrow(const NarrowTensor* tensors, std::int64_t num_tensors, Stream stream) {
   return in_lists(tensors, num_tensors, [&](const List<NarrowTensor>& list, std::int64_t) {
-    narrow_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list);
+    return launch(stream, narrow_kernel, kBlocks, kThreads, list);
   });
+}
+
+Error widen(const void* from, float* to, std::int64_t size, Stream stream) {
+  if (size == 0) return nullptr;
+  return launch(stream, widen_kernel, blocks_for(size, kThreads * kWidth), kThreads, from, to,
+                size);
 }
 
 std::int64_t squares_workspace(std::int64_t num_tensors) {
@@ -246,15 +265,11 @@ std::int64_t squares_workspace(std::int64_t num_tensors) {
 
 Error sum_of_squares(const SquaresTensor* tensors, std::int64_t num_tensors, double* workspace,
                      double* sum, Stream stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  if (Error error =
-          in_lists(tensors, num_tensors, [&](const List<SquaresTensor>& list, std::int64_t number) {
-            squares_kernel<<<kBlocks, kThreads, 0, queue>>>(list, workspace + number * kBlocks);
-          }))
-    return error;
-  sum_terms<<<1, kThreads, 0, queue>>>(workspace, static_cast<int>(squares_workspace(num_tensors)),
-                                       sum);
-  return text_of(cudaGetLastError());
+  const auto run = [&](const List<SquaresTensor>& list, std::int64_t number) {
+    return launch(stream, squares_kernel, kBlocks, kThreads, list, workspace + number * kBlocks);
+  };
+  if (Error error = in_lists(tensors, num_tensors, run)) return error;
+  return launch(stream, sum_terms, 1, kThreads, workspace, squares_workspace(num_tensors), sum);
 }
 
 }  // namespace moesh::kernels::cuda

@@ -30,6 +30,8 @@ struct NarrowTensor {  // both 16-byte aligned
 };
 /// float32 to bf16, rounded to the nearest.
 Error narrow(const NarrowTensor* tensors, std::int64_t num_tensors, Stream);
+/// bf16 to float32.
+Error widen(const void* from, float* to, std::int64_t size, Stream);
 
 struct SquaresTensor {
   const void* data;  // 16-byte aligned

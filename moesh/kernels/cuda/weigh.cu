@@ -278,17 +278,13 @@ __global__ void __launch_bounds__(kThreads)
   out_R[at] = index >= 0 ? x[index] : 0.f;
 }
 
-unsigned blocks_for(std::int64_t size, int of_block) {
-  return static_cast<unsigned>((size + of_block - 1) / of_block);
-}
-
 /// f(experts of a lane as a constant).
 template <class F>
-void with_experts(std::int64_t num_experts, F f) {
+Error with_experts(std::int64_t num_experts, F f) {
   if (num_experts <= 32) return f(std::integral_constant<int, 1>());
   if (num_experts <= 64) return f(std::integral_constant<int, 2>());
   if (num_experts <= 128) return f(std::integral_constant<int, 4>());
-  f(std::integral_constant<int, 8>());
+  return f(std::integral_constant<int, 8>());
 }
 
 Error complaint(std::int64_t num_experts, std::int64_t top_k) {
@@ -304,11 +300,9 @@ Error weigh(const Weighing& w, const float* logits_TE, const std::int64_t* exper
   if (Error error = complaint(w.num_experts, w.top_k)) return error;
   if (w.num_tokens == 0) return nullptr;
   const WeighParams p{w, logits_TE, experts_TK, weights_TK, nullptr, nullptr};
-  with_experts(w.num_experts, [&](auto per) {
-    weigh_kernel<per>
-        <<<blocks_for(w.num_tokens, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return with_experts(w.num_experts, [&](auto per) {
+    return launch(stream, weigh_kernel<per>, blocks_for(w.num_tokens, kWarps), kThreads, p);
   });
-  return text_of(cudaGetLastError());
 }
 
 Error weigh_backward(const Weighing& w, const float* logits_TE, const std::int64_t* experts_TK,
@@ -316,11 +310,10 @@ Error weigh_backward(const Weighing& w, const float* logits_TE, const std::int64
   if (Error error = complaint(w.num_experts, w.top_k)) return error;
   if (w.num_tokens == 0) return nullptr;
   const WeighParams p{w, logits_TE, experts_TK, nullptr, d_weights_TK, d_logits_TE};
-  with_experts(w.num_experts, [&](auto per) {
-    weigh_backward_kernel<per>
-        <<<blocks_for(w.num_tokens, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return with_experts(w.num_experts, [&](auto per) {
+    return launch(stream, weigh_backward_kernel<per>, blocks_for(w.num_tokens, kWarps), kThreads,
+                  p);
   });
-  return text_of(cudaGetLastError());
 }
 
 std::int64_t balance_workspace(const Balance& b) {
@@ -333,17 +326,17 @@ Error balance(const Balance& b, const float* logits_TE, float* workspace, float*
   if (Error error = complaint(b.num_experts, b.top_k)) return error;
   if (b.num_sequences < 1 || b.num_tokens % b.num_sequences != 0)
     return "sequences have equally many tokens";
-  const auto queue = static_cast<cudaStream_t>(stream);
   const BalanceParams p{b, logits_TE, workspace, nullptr, nullptr};
   const dim3 grid(blocks_for(b.num_tokens / b.num_sequences, kBalanceTokens),
                   static_cast<unsigned>(b.num_sequences));
+  Error error = nullptr;
   if (grid.x > 0)
-    with_experts(b.num_experts,
-                 [&](auto per) { balance_kernel<per><<<grid, kThreads, 0, queue>>>(p); });
-  sum_terms<<<blocks_for(b.num_sequences * 2 * b.num_experts, kThreads), kThreads, 0, queue>>>(
-      workspace, static_cast<int>(grid.x), static_cast<int>(b.num_sequences),
-      static_cast<int>(b.num_experts), sums_2BE);
-  return text_of(cudaGetLastError());
+    error = with_experts(b.num_experts, [&](auto per) {
+      return launch(stream, balance_kernel<per>, grid, kThreads, p);
+    });
+  if (error) return error;
+  return launch(stream, sum_terms, blocks_for(b.num_sequences * 2 * b.num_experts, kThreads),
+                kThreads, workspace, grid.x, b.num_sequences, b.num_experts, sums_2BE);
 }
 
 Error balance_backward(const Balance& b, const float* logits_TE, const float* d_sums_BE,
@@ -351,11 +344,10 @@ Error balance_backward(const Balance& b, const float* logits_TE, const float* d_
   if (Error error = complaint(b.num_experts, b.top_k)) return error;
   if (b.num_tokens == 0) return nullptr;
   const BalanceParams p{b, logits_TE, nullptr, d_sums_BE, d_logits_TE};
-  with_experts(b.num_experts, [&](auto per) {
-    balance_backward_kernel<per>
-        <<<blocks_for(b.num_tokens, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return with_experts(b.num_experts, [&](auto per) {
+    return launch(stream, balance_backward_kernel<per>, blocks_for(b.num_tokens, kWarps), kThreads,
+                  p);
   });
-  return text_of(cudaGetLastError());
 }
 
 Error count_choices(const std::int64_t* experts_TK, const bool* valid_T, std::int64_t num_tokens,
@@ -375,9 +367,8 @@ Error count_choices(const std::int64_t* experts_TK, const bool* valid_T, std::in
 Error gather_floats(const float* x, const std::int32_t* index_R, float* out_R,
                     std::int64_t num_rows, Stream stream) {
   if (num_rows == 0) return nullptr;
-  gather_kernel<<<blocks_for(num_rows, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      x, index_R, out_R, num_rows);
-  return text_of(cudaGetLastError());
+  return launch(stream, gather_kernel, blocks_for(num_rows, kThreads), kThreads, x, index_R, out_R,
+                num_rows);
 }
 
 }  // namespace moesh::kernels::cuda

@@ -20,8 +20,6 @@ at::Tensor with_rows(const at::Tensor& like, std::int64_t rows) {
   return at::empty(shape, like.options());
 }
 
-at::Tensor like(const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; }
-
 // Memory that the kernels of the CPU hold while they run, besides their results and a few hundred
 // kilobytes for each thread: between two GEMMs `width` numbers for each row of a group of experts
 // (at most half of the rows, and a few thousand), and in bfloat16 the sums of the tokens' outputs,
@@ -89,27 +87,20 @@ ExpertsOutput experts_forward(const ExpertsConfig& /*config*/, const ExpertsWeig
   return out;
 }
 
-ExpertsWeights without_b1_and_b3(const ExpertsWeights& w) {
-  const auto fresh = [](const at::Tensor& t) {
-    return t.defined() ? at::empty(t.sizes(), t.options()) : t;
-  };
-  return {fresh(w.w1_eFD), fresh(w.w3_eFD), fresh(w.w2_eDF), {}, {}, fresh(w.b2_eD)};
-}
-
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                   ExpertsSaved saved, const at::Tensor& dy) {
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
   const std::int64_t num_rows = saved.gate_RF.size(0), F = saved.gate_RF.size(1);
-  if (!config.weights_later) out.weights = without_b1_and_b3(weights);
-  out.weights.b1_eF = like(weights.b1_eF), out.weights.b3_eF = like(weights.b3_eF);
+  if (!config.weights_later) out.weights = empty_products(weights);
+  out.weights.b1_eF = fresh(weights.b1_eF), out.weights.b3_eF = fresh(weights.b3_eF);
   if (config.scores != ScoreSide::none) out.scores_R = at::empty_like(saved.input.scores_R);
   const auto held = between_gemms(saved.input, num_rows, config.weights_later ? 0 : 3 * F);
   if (config.weights_later)
     out.weights_later = [input = saved.input, dy, biases = std::exchange(out.weights, {}),
                          shapes = shapes_of(weights),
                          kept = at::empty({3, num_rows, F}, saved.gate_RF.options())] {
-      ExpertsWeights d = without_b1_and_b3(shapes);
+      ExpertsWeights d = empty_products(shapes);
       d.b1_eF = biases.b1_eF, d.b3_eF = biases.b3_eF;
       return d;
     };
@@ -271,21 +262,20 @@ ConvolutionGradients accelerator_convolution_backward(const at::Tensor& x, const
 NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/,
                         const std::optional<Rotation>& /*turn*/) {
   note_pass({x, x});
-  return {
-      at::empty(x.sizes(), x.options()),
-      at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide(x)))};
+  return {fresh(x), at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)),
+                              x.options().dtype(wide(x)))};
 }
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
                             const at::Tensor& /*r*/, const at::Tensor& dy,
                             const std::optional<Rotation>& /*turn*/, const at::Tensor& beside) {
   note_pass({x, dy, beside, x});
-  return {at::empty(x.sizes(), x.options()), like(weight_D)};
+  return {fresh(x), fresh(weight_D)};
 }
 at::Tensor rotate(const Rotation& r, const at::Tensor& x_BLhd, Argument argument) {
   const bool is_in_place = argument == Argument::consumed && 2 * r.cos_Pf.size(1) < x_BLhd.size(3);
   const at::Tensor turned = is_in_place ? x_BLhd.narrow(3, 0, 2 * r.cos_Pf.size(1)) : x_BLhd;
   note_pass({turned, turned});
-  return is_in_place ? x_BLhd : at::empty(x_BLhd.sizes(), x_BLhd.options());
+  return is_in_place ? x_BLhd : fresh(x_BLhd);
 }
 
 LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/) {
@@ -335,8 +325,7 @@ AttentionOutput attention_forward(const AttentionConfig& /*config*/, const Atten
 AttentionGradients attention_backward(const AttentionConfig& /*config*/, const AttentionInput& in,
                                       const AttentionOutput& /*output*/,
                                       const at::Tensor& /*dy_BLhv*/) {
-  const auto fresh = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
-  return {fresh(in.q_BLhd), fresh(in.k_BSgd), fresh(in.v_BSgv), like(in.sinks_h)};
+  return {fresh(in.q_BLhd), fresh(in.k_BSgd), fresh(in.v_BSgv), fresh(in.sinks_h)};
 }
 
 }  // namespace
@@ -353,7 +342,7 @@ const KernelTable& meta_kernels() {
     t.combine_rows = meta::combine_rows;
     t.experts_forward = meta::experts_forward;
     t.experts_backward = meta::experts_backward;
-    t.experts_take_float8 = false;
+    t.refuses_experts = plain_experts_only;
     t.adamw_ = meta::adamw_;
     t.sum_of_squares = meta::sum_of_squares;
     t.attention_forward = meta::attention_forward;
@@ -364,13 +353,12 @@ const KernelTable& meta_kernels() {
     KernelTable t = of_cpu;
     t.experts_forward = meta::accelerator_forward;
     t.experts_backward = meta::accelerator_backward;
-    t.experts_take_float8 = true;
+    t.refuses_experts = nullptr;
     t.pack_float8 = meta::pack_float8, t.unpack_float8 = meta::unpack_float8;
     t.float8_product = meta::accelerator_float8_product;
     t.takes_float8_product = meta::takes_float8_product;
     t.float8_product_with = meta::accelerator_float8_product_with;
     t.write_weight_codes = meta::write_weight_codes;
-    t.takes_lora = true;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;
     t.delta_rule_forward = meta::accelerator_rule_forward;

@@ -22,7 +22,7 @@ CALLS = {
         "start_to_experts all_to_all start_all_to_all start_all_gather broadcast scale to_full "
         "to_stream own_tokens start_seen_positions permute_rows spread_rows combine_rows "
         "gather_rows to_node scores_of_rows keep_first sum_over_stages".split(), 0),
-    "run": 1, "gather": 1, "shard_of": 1, "gather_full": 1,
+    "run": 1, "gather": 1,
 }
 # Members that place something by rank, whose value a mistake could miss by one.
 INDICES = {"start", "length", "coordinate", "owner", "stride", "start_of", "flat_start",

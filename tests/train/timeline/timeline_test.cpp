@@ -19,6 +19,7 @@
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/record.h"
 #include "moesh/train/timeline/trace.h"
+#include "tests/comm/trace.h"
 #include "tests/support.h"
 
 namespace moesh::train {
