@@ -398,6 +398,9 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
 
 std::string read_config(const std::filesystem::path& folder) {
   formats::refuse_hub_name(folder.string());
+  if (const std::string instead = formats::checkpoints_instead(folder); !instead.empty())
+    MOESH_CHECK(formats::exists(folder / "config.json"), ErrorKind::data, "'", folder.string(),
+                "' has no config.json", instead);
   const bool has_manifest = formats::exists(folder / formats::kManifestFile);
   const formats::Manifest manifest =
       has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
@@ -431,7 +434,8 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   }
   MOESH_CHECK(formats::exists(folder / formats::kSingleFile), ErrorKind::data, "'", folder.string(),
               "' has neither ", formats::kIndexFile, " nor ", formats::kSingleFile,
-              ": it is not a folder of a model in safetensors");
+              ": it is not a folder of a model in safetensors",
+              formats::checkpoints_instead(folder));
   TensorFolder result(folder, {formats::kSingleFile}, known);
   result.keep_text_model();
   result.join_quantized();
