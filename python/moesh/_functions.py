@@ -105,6 +105,8 @@ def compare(a, b, *, tolerance=None, rename=None):
                path of a safetensors file or of a folder of them
     rename     {pattern: replacement}: the name in b of what a calls so (regular expressions)
     """
+    if rename is not None and not isinstance(rename, dict):
+        raise TypeError(f"rename is {rename!r}; it takes a dict, as in {{'^module': 'model'}}")
     return _moesh.compare(_side(a), _side(b), tolerance, list((rename or {}).items()))
 
 

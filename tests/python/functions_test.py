@@ -345,6 +345,8 @@ class OthersTest(Temporary):
         self.assertTrue(moesh.compare(a, files[0]))
         self.assertTrue(moesh.compare(*files, tolerance=2, rename={"^n$": "m"}).tensors)
         self.assertTrue(moesh.compare({"a.w": a["x"]}, {"b.w": a["x"]}, rename={"^a": "b"}))
+        with self.assertRaisesRegex(TypeError, "rename is '.a=b'; it takes a dict"):
+            moesh.compare(a, a, rename="^a=b")
         with self.assertRaisesRegex(TypeError, "t is of type object"):
             moesh.compare({"t": object()}, b)
 
