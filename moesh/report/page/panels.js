@@ -56,11 +56,13 @@ function showSummary() {
           return Number.isNaN(share) ? '' : `${share.toFixed(1)} % of those in the last step`;
         }),
     line('loss', (r) => number(last(r.columns.loss))),
-    line(
-        'validation',
-        (r) => r.names('validation.')
-                   .map((n) => `${n.slice(11)}: ${number(last(r.columns[n]))}`)
-                   .join(', ')),
+    ...(runs.some((r) => r.names('validation.').length) ?
+            [line(
+                'validation',
+                (r) => r.names('validation.')
+                           .map((n) => `${n.slice(11)}: ${number(last(r.columns[n]))}`)
+                           .join(', '))] :
+            []),
     line('tokens/s, median', (r) => number(Math.round(median(r.columns.tps)))),
     line(
         'memory',
