@@ -31,7 +31,7 @@ constexpr std::size_t kKeptBlocks =
 constexpr std::int64_t kSlabBytes =
     256 << 10;               // what is copied at once: small, so that most are within one block
 constexpr int kReaders = 4;  // threads of each rank, at most
-constexpr std::size_t kListedNames = 20;
+constexpr std::size_t kListedNames = 8;
 
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
@@ -474,7 +474,8 @@ void check_names(const TensorFolder& folder, const formats::DiskTable& table) {
   if (!d.unexpected.empty())
     text += detail::concat("; ", d.unexpected.size(), " unexpected: ", listed(d.unexpected));
   if (!d.misshapen.empty())
-    text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen));
+    text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen),
+                           d.misshapen.size() > 1 ? "; is it for another model?" : "");
   const std::string cure =
       table.cure && !d.missing.empty() ? table.cure(d.missing.front()) : std::string();
   if (!cure.empty()) text += "; " + cure;
