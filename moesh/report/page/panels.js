@@ -45,8 +45,9 @@ function showSummary() {
             s.active_parameters.toLocaleString('en')} active)`),
     line(
         'mesh',
-        (r, s) => `${s.ranks} rank${s.ranks === 1 ? '' : 's'}: ${meshText(s.mesh, DENSE)} | ${
-            meshText(s.mesh, SPARSE)}`),
+        (r, s) => s.ranks === 1 ?
+            '1 rank' :
+            `${s.ranks} ranks: ${meshText(s.mesh, DENSE)} | ${meshText(s.mesh, SPARSE)}`),
     line('steps', (r, s) => `${number(last(r.columns.step))} of ${s.steps.toLocaleString('en')}`),
     line('tokens', (r) => number(last(r.columns.tokens_total))),
     line(
