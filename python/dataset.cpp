@@ -109,10 +109,13 @@ data::Sample PythonDataset::sample(std::int64_t index) const {
               sample.documents.size(), " numbers; it takes one for each of ", num, " token ids");
   if (is_tuple && num_parts == 3) {
     const Integers mask = integers_of(nb::object(item[2]), "the loss mask of " + what);
-    MOESH_CHECK(mask.size() == num &&
-                    std::all_of(mask.begin(), mask.end(), [](auto m) { return m == 0 || m == 1; }),
-                ErrorKind::data, "the loss mask of ", what, " has ", mask.size(),
-                " numbers; it takes ", num, ": 1 for a token to predict, 0 for one only read");
+    MOESH_CHECK(mask.size() == num, ErrorKind::data, "the loss mask of ", what, " has ",
+                mask.size(), " numbers; it takes one for each of ", num, " token ids");
+    const auto wrong =
+        std::find_if(mask.begin(), mask.end(), [](auto m) { return m != 0 && m != 1; });
+    MOESH_CHECK(wrong == mask.end(), ErrorKind::data, "the loss mask of ", what, " has ", *wrong,
+                " at position ", wrong - mask.begin(),
+                "; it takes 1 for a token to predict, 0 for one that is only read");
     sample.trained.assign(mask.begin(), mask.end());
   }
   sample.tokens.reserve(num);

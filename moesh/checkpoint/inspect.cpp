@@ -10,6 +10,7 @@
 #include "moesh/base/text.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/formats/adapter_config.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
@@ -109,7 +110,9 @@ std::string inspect(const std::filesystem::path& folder) {
   } else {
     text += "no moesh.json: not written by moesh, nothing to check it against\n";
   }
-  text += "weights: " + describe_tensors(TensorFolder::weights(folder));
+  text += formats::exists(folder / formats::kAdapterConfigFile)
+              ? "adapter: " + describe_tensors(TensorFolder::adapter(folder))
+              : "weights: " + describe_tensors(TensorFolder::weights(folder));
   if (manifest) {
     const auto state = TensorFolder::of_checkpoint(folder, *manifest, "optimizer/");
     if (!state.tensors().empty()) text += "optimizer: " + describe_tensors(state);

@@ -31,7 +31,7 @@ constexpr std::size_t kKeptBlocks =
 constexpr std::int64_t kSlabBytes =
     256 << 10;               // what is copied at once: small, so that most are within one block
 constexpr int kReaders = 4;  // threads of each rank, at most
-constexpr std::size_t kListedNames = 20;
+constexpr std::size_t kListedNames = 8;
 
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
@@ -398,6 +398,9 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
 
 std::string read_config(const std::filesystem::path& folder) {
   formats::refuse_hub_name(folder.string());
+  if (const std::string instead = formats::checkpoints_instead(folder); !instead.empty())
+    MOESH_CHECK(formats::exists(folder / "config.json"), ErrorKind::data, "'", folder.string(),
+                "' has no config.json", instead);
   const auto manifest = formats::find_manifest(folder);
   const std::string text = read_text(folder, "config.json", manifest ? &*manifest : nullptr);
   const auto json = formats::parse_json(text, (folder / "config.json").string());
@@ -416,7 +419,8 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
                                              index_path.string());
   MOESH_CHECK(index || formats::exists(folder / formats::kSingleFile), ErrorKind::data, "'",
               folder.string(), "' has neither ", formats::kIndexFile, " nor ", formats::kSingleFile,
-              ": it is not a folder of a model in safetensors");
+              ": it is not a folder of a model in safetensors",
+              formats::checkpoints_instead(folder));
   TensorFolder result(
       folder, index ? index->files() : std::vector<std::string>{formats::kSingleFile}, known);
   if (index)
@@ -462,7 +466,8 @@ void check_names(const TensorFolder& folder, const formats::DiskTable& table) {
   if (!d.unexpected.empty())
     text += detail::concat("; ", d.unexpected.size(), " unexpected: ", listed(d.unexpected));
   if (!d.misshapen.empty())
-    text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen));
+    text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen),
+                           d.misshapen.size() > 1 ? "; is it for another model?" : "");
   const std::string cure =
       table.cure && !d.missing.empty() ? table.cure(d.missing.front()) : std::string();
   if (!cure.empty()) text += "; " + cure;

@@ -228,7 +228,7 @@ const std::vector<Command>& commands() {
             {"--overlap", "",
              "with --cluster and a mesh: the step with each dispatcher, one micro-batch at a "
              "time and two"},
-            {"--memory", "SIZE", "memory of a rank, as in 80GiB"},
+            {"--memory", "SIZE", "memory of a rank that the run must fit into, as in 80GiB"},
             {"--json", "FILE", "write the result as JSON"}},
        .run = run_estimate,
        .details = "Nothing is trained, and neither the ranks nor the device need to exist. It "
@@ -273,9 +273,9 @@ const std::vector<Command>& commands() {
                     "tokenizer.json to decode tokens with (default: the one they were made with)"}},
        .run = run_inspect,
        .details =
-           "Of PREFIX.bin and PREFIX.idx it prints a document. Where there is a PREFIX.mask, "
-           "tokens that a model is trained to predict are green on a terminal, and between "
-           "[[ and ]] elsewhere."},
+           "For a file of tokens (PREFIX.bin with PREFIX.idx) it prints a document. If there is "
+           "a PREFIX.mask, tokens that a model is trained to predict are green on a terminal, and "
+           "between [[ and ]] elsewhere."},
       {.name = "tokenize",
        .words = "INPUT...",
        .help = "turn texts, or with Python chats, into files of token ids",

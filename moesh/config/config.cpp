@@ -5,6 +5,7 @@
 
 #include "moesh/base/text.h"
 #include "moesh/config/options.h"
+#include "moesh/formats/pattern.h"
 #include "moesh/formats/toml.h"
 #include "moesh/pipeline/schedule.h"
 
@@ -209,6 +210,11 @@ std::vector<std::pair<std::string, double>> read_patterns(const Config& config, 
                 "' of it is not a pattern and a ", is_rank ? "rank of 1 or more" : "number above 0",
                 "; write it as in down_proj=4");
     all.emplace_back(part.substr(0, equals), *value);
+    try {
+      formats::Pattern{all.back().first};
+    } catch (const Error& e) {
+      throw Error(e.kind(), detail::concat(describe_option(config, option), ": ", e.what()));
+    }
   }
   return all;
 }

@@ -9,6 +9,7 @@
 #include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/name.h"
+#include "moesh/formats/safetensors.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::config {
@@ -163,10 +164,13 @@ std::string value_of(const std::string& arg, const std::string& name,
   return "true";
 }
 
+// An index whose files are missing counts too: loading then says which, and no run begins with
+// random weights because a download was incomplete.
 bool has_weights(const std::filesystem::path& folder) {
   const auto names = formats::names_in(folder);
-  return std::any_of(names.begin(), names.end(),
-                     [](const std::string& name) { return name.ends_with(".safetensors"); });
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    return name.ends_with(".safetensors") || name == formats::kIndexFile;
+  });
 }
 
 models::AnyConfig config_of(const std::filesystem::path& folder, const std::string& file) {
@@ -211,6 +215,9 @@ std::optional<RequestedModel> take_folder(Settings& settings) {
   MOESH_CHECK(is_there(folder.string(), /*as_folder=*/true), ErrorKind::config, kFolder, " is '",
               folder.string(), "' (", asked->origin.text, "), and there is no such folder; ",
               how_to_get(folder.string()));
+  MOESH_CHECK(formats::exists(file), ErrorKind::config, kFolder, " is '", folder.string(), "' (",
+              asked->origin.text, "), which has no config.json",
+              formats::checkpoints_instead(folder));
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});
   return RequestedModel{config_of(folder, file), file, folder.string()};

@@ -251,18 +251,17 @@ std::vector<Option> make_options() {
                    "begin with B = 0, where LoRA adds nothing; false: with a random B, for "
                    "comparisons"),
       MOESH_OPTION(numbers, lora, dropout,
-                   "part of what goes into A that is dropped in training, in dense layers; what is "
-                   "dropped depends on token and feature, not on the mesh",
+                   "fraction of the inputs of A that is dropped in training, in dense layers; it "
+                   "depends on token and feature, not on the mesh",
                    fraction_below_one()),
       MOESH_OPTION(numbers, lora, adapter,
-                   "folder of a LoRA adapter (PEFT or moesh) to go on from: it says ranks, alphas "
+                   "folder of a LoRA adapter (PEFT or moesh) to go on from: it sets ranks, alphas "
                    "and targets"),
       MOESH_OPTION(
           numbers, lora, base,
-          "how the frozen model rests in memory: compute: in the dtype of the run; stored: "
-          "what checkpoint.initial_load has in float8 or MXFP4 stays so, and becomes "
-          "numbers block by block; without a folder, random weights in the form in which "
-          "the model is published",
+          "how the frozen model is kept in memory: compute: in the dtype of the run; stored: "
+          "what checkpoint.initial_load has in float8 or MXFP4 stays so, and is decoded block by "
+          "block; without a folder, random weights in the form in which the model is published",
           one_of({"compute", "stored"})),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
@@ -281,7 +280,7 @@ std::vector<Option> make_options() {
                    one_of({"auto", "off", "on"})),
       MOESH_OPTION(
           speed, kernels, weight_copies,
-          "keep a bfloat16 copy of the weights, written by AdamW (of those that own kernels "
+          "keep a bfloat16 copy of the weights, written by AdamW (for weights that own kernels "
           "read in float8: their codes, made once a step): it takes 2 bytes a parameter and "
           "saves the casts in a step"),
 

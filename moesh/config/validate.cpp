@@ -82,12 +82,13 @@ void check_mesh(const Config& c, int world_size) {
   const std::int64_t others = shape.num_ranks() / shape.dp_shard;
   const bool shards_can =
       world_size % others == 0 && world_size / shape.pp / shape.dp_replicate % experts == 0;
-  throw Error(ErrorKind::config,
-              detail::concat(
-                  describe_degrees(c), ": a mesh of ", shape.num_ranks(), " ranks, and there are ",
-                  world_size, "; start ", shape.num_ranks(), " ranks, or ",
-                  shards_can ? detail::concat("set ", kShard, " to ", world_size / others)
-                             : detail::concat("choose degrees whose product is ", world_size)));
+  throw Error(
+      ErrorKind::config,
+      detail::concat(describe_degrees(c), ": a mesh of ", counted(shape.num_ranks(), "rank"),
+                     ", and ", world_size == 1 ? "there is " : "there are ", world_size, "; start ",
+                     counted(shape.num_ranks(), "rank"), ", or ",
+                     shards_can ? detail::concat("set ", kShard, " to ", world_size / others)
+                                : detail::concat("choose degrees whose product is ", world_size)));
 }
 
 // `working` is a number that all values which work divide.

@@ -150,7 +150,7 @@ std::int64_t Mixture::vocab_size() const {
 std::string Mixture::describe() const {
   std::string text = counted(std::ssize(parts_), "source");
   for (std::size_t p = 0; p < parts_.size(); ++p)
-    text += detail::concat("\n  ", parts_[p].name, " (",
+    text += detail::concat("\n  ", printable(parts_[p].name), " (",
                            100.0 * static_cast<double>(per_period_[p]) / kPeriod,
                            " %): ", parts_[p].dataset->describe());
   return text;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 
@@ -149,7 +150,7 @@ Sample PackedDataset::get(std::int64_t index) const {
 }
 
 std::string PackedDataset::describe() const {
-  return detail::concat(tokens_->name(), ": ", tokens_->num_documents(),
+  return detail::concat(printable(tokens_->name()), ": ", tokens_->num_documents(),
                         tokens_->num_documents() == 1 ? " document, " : " documents, ",
                         tokens_->num_tokens(), " tokens, ", epochs_.size, " sequences of ",
                         sequence_length_);
@@ -244,7 +245,7 @@ Sample BestFitDataset::get(std::int64_t index) const {
 
 std::string BestFitDataset::describe() const {
   const std::int64_t room = epochs_.size * (sequence_length_ + 1);
-  return detail::concat(tokens_->name(), ": ", tokens_->num_documents(), " documents, ",
+  return detail::concat(printable(tokens_->name()), ": ", tokens_->num_documents(), " documents, ",
                         tokens_->num_tokens(), " tokens, ", epochs_.size, " sequences of ",
                         sequence_length_, " by best fit, ", 100 * num_filled_ / room, " % filled");
 }

@@ -81,4 +81,14 @@ void refuse_hub_name(const std::string& path) {
               cure);
 }
 
+std::string checkpoints_instead(const std::filesystem::path& folder) {
+  if (!is_folder(folder)) return "";
+  std::string newest;
+  for (const std::string& name : names_in(folder))
+    if (name.starts_with("step-")) newest = name;
+  return newest.empty() ? ""
+                        : detail::concat("; it holds checkpoints: name one, such as ",
+                                         (folder / newest).string());
+}
+
 }  // namespace moesh::formats

@@ -2,6 +2,7 @@
 // Names that come out of files which others wrote: how errors show them, and which of them may name
 // a file.
 
+#include <filesystem>
 #include <string>
 #include <string_view>
 
@@ -26,5 +27,9 @@ std::string how_to_download(const std::string& path, const std::string& use = ""
 
 /// Throws Error (config) with that where nothing is at the path.
 void refuse_hub_name(const std::string& path);
+
+/// For an error about a folder that lacks a file: "; it holds checkpoints: name one, such as
+/// run/step-00000010" if that is so, else nothing.
+std::string checkpoints_instead(const std::filesystem::path& folder);
 
 }  // namespace moesh::formats

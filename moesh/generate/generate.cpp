@@ -11,6 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/base/text.h"
 #include "moesh/base/timeline.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/comm/launch.h"
@@ -34,7 +35,7 @@ void check(const Config& config, const GenerateOptions& options) {
                 "; the prompt and the model must use the same tokenizer");
   const auto length = static_cast<std::int64_t>(options.prompt.size());
   MOESH_CHECK(length + options.max_new_tokens - 1 <= facts.max_sequence, ErrorKind::config,
-              "a prompt of ", length, " tokens and ", options.max_new_tokens,
+              "a prompt of ", counted(length, "token"), " and ", options.max_new_tokens,
               " new ones are more than the ", facts.max_sequence,
               " positions of the model; ask for ",
               std::max<std::int64_t>(0, facts.max_sequence - length + 1),

@@ -41,10 +41,20 @@ bool ends_in(const std::string& name, const std::string& end) {
   return name == end || name.ends_with("." + end);
 }
 
+bool is_expression(const std::string& target) {
+  return target.find_first_of("*+?()[]|\\^$") != std::string::npos;
+}
+
 bool matches(const std::string& target, const std::string& name) {
   if (target == kAllLinear || ends_in(name, target)) return true;
-  return target.find_first_of("*+?()[]|\\^$") != std::string::npos &&
-         formats::Pattern("^(?:" + target + ")$").is_in(name);
+  return is_expression(target) && formats::Pattern("^(?:" + target + ")$").is_in(name);
+}
+
+// As it was written: errors of `matches` would show what it puts around it.
+void check_expression(const std::string& target) try {
+  if (is_expression(target)) formats::Pattern{target};
+} catch (const Error& e) {
+  throw Error(e.kind(), detail::concat("lora.targets: ", e.what()));
 }
 
 std::vector<std::string> split(const std::string& text) {
@@ -218,6 +228,7 @@ Lora find_targets(const AnyConfig& config, const std::string& targets,
   };
   for (const auto& name : names) known.insert(short_name(name));
   for (const auto& target : asked) {
+    check_expression(target);
     bool is_found = false;
     for (const auto& name : names) {
       if (!matches(target, name)) continue;
@@ -249,7 +260,7 @@ Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder) 
   MOESH_CHECK(formats::exists(config_file) && formats::exists(folder / formats::kAdapterFile),
               ErrorKind::data, "'", folder.string(), "' does not have both ",
               formats::kAdapterConfigFile, " and ", formats::kAdapterFile,
-              ": it is not a folder of a LoRA adapter");
+              ": it is not a folder of a LoRA adapter", formats::checkpoints_instead(folder));
   const AdapterConfig values = formats::parse_adapter_config(
       formats::InputFile(config_file).read_all(1 << 20), config_file.string());
   const formats::SafetensorsFile file(folder / formats::kAdapterFile);

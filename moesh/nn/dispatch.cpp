@@ -162,12 +162,10 @@ std::string describe_choice(Transport e, const MeshShape& shape, const RouterCon
   const auto ways = by_time(dispatch_times(rates, shape, router));
   std::ostringstream os;
   os.precision(2);
-  os << ways[0].name << " on " << shape.describe() << ": " << ways[0].time;
-  for (std::size_t i = 1; i < ways.size(); ++i)
-    os << (i == 1 ? " against " : ", ") << ways[i].time << " for " << ways[i].name;
-  os << " (" << to_string(e) << ", "
-     << (rates.is_measured ? "time as measured" : "rows that are sent: nothing was measured")
-     << ")";
+  os << ways[0].name << " on " << shape.describe() << ": it costs " << ways[0].time;
+  for (std::size_t i = 1; i < ways.size(); ++i) os << ", " << ways[i].name << " " << ways[i].time;
+  os << " (" << to_string(e) << ": "
+     << (rates.is_measured ? "time, as measured" : "rows that a rank sends for each token") << ")";
   return os.str();
 }
 

@@ -31,7 +31,8 @@ const formats::JsonValue* JsonSection::find(std::string_view key) const {
 }
 
 const formats::JsonValue& JsonSection::at(std::string_view key) const {
-  return value_.at(key, name_);
+  const bool is_file = name_.ends_with(": ");  // which has no path of keys behind it
+  return value_.at(key, std::string_view(name_).substr(0, name_.size() - (is_file ? 2 : 0)));
 }
 
 std::string JsonSection::name_of(std::string_view key) const {

@@ -256,6 +256,7 @@ Comparison compare(const Compared& given_a, const Compared& given_b,
   for (const auto& [pattern, replacement] : options.renames) {
     try {
       renames.emplace_back(formats::Pattern(pattern), replacement);
+      renames.back().first.replace("", replacement);  // checks the replacement
     } catch (const Error& e) {
       throw Error(e.kind(), detail::concat("--rename: ", e.what()));
     }

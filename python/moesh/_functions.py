@@ -17,9 +17,10 @@ def train(config=None, *, dataset=None, on_step=None, **options):
     config     a dict (dotted keys or nested), a dataclass, or the path of a TOML file; `options`
                override it, such as steps=100, mesh="tp=2,ep=2", training={"seed": 1}
     dataset    your own data: dataset[index] is data.sequence_length + 1 token ids, as an array, a
-               tensor or a list, or a pair of them and the numbers of their documents. If it has a
-               len(), it starts again at its end. Optional: vocab_size, and describe(), a text by
-               which a resumed run recognises the data. Threads call it in any order, one at a time.
+               tensor or a list, or a tuple of them, the document number of each (or None) and
+               optionally the loss mask. If it has a len(), it starts again at its end. Optional:
+               vocab_size, and describe(), a text by which a resumed run recognises the data.
+               Threads call it in any order, one at a time.
     on_step    called with the record of each step, a dict as in metrics.jsonl; an exception in it
                ends the run
 
@@ -105,6 +106,8 @@ def compare(a, b, *, tolerance=None, rename=None):
                path of a safetensors file or of a folder of them
     rename     {pattern: replacement}: the name in b of what a calls so (regular expressions)
     """
+    if rename is not None and not isinstance(rename, dict):
+        raise TypeError(f"rename is {rename!r}; it takes a dict, as in {{'^module': 'model'}}")
     return _moesh.compare(_side(a), _side(b), tolerance, list((rename or {}).items()))
 
 

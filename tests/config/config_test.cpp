@@ -6,6 +6,7 @@
 
 #include "moesh/config/merge.h"
 #include "moesh/config/options.h"
+#include "moesh/formats/safetensors.h"
 #include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/rules.h"
@@ -321,6 +322,20 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
   expect_parts(message({"--model=hf:" + path + "/config.json"}),
                {"/config.json'", "is not a folder", "--model hf:" + path});
   expect_parts(message({"--model=" + path}), {"is a folder", "--model hf:" + path});
+
+  // Weights that the folder's index promises are asked for, though none of them is there.
+  std::filesystem::remove(path + "/model.safetensors");
+  EXPECT_EQ(load_config({"--model=hf:" + path}).checkpoint.initial_load, "");
+  const std::filesystem::path index = std::filesystem::path(path) / formats::kIndexFile;
+  std::ofstream(index) << "{}";
+  EXPECT_EQ(load_config({"--model=hf:" + path}).checkpoint.initial_load, path);
+  std::filesystem::remove(index);
+
+  const TemporaryFile of_run("metrics.jsonl", "");
+  const auto run = std::filesystem::path(of_run.path()).parent_path();
+  std::filesystem::create_directory(run / "step-00000020");
+  expect_parts(message({"--model=hf:" + run.string()}),
+               {"which has no config.json; it holds checkpoints", "/step-00000020"});
   std::ofstream(json.path()) << R"({"model_type": "bert"})";
   expect_parts(error_of([&] { load_config({"--model=hf:" + path}); }, ErrorKind::data),
                {path + "/config.json", "model_type is 'bert'"});

@@ -178,6 +178,8 @@ def adamw_moves_alike(tmp, number, name, base, adapter):
     assert worst < 1e-7, worst
     files = sorted(f.name for f in saved.iterdir())
     assert "adapter_config.json" in files and not any(f.startswith("model") for f in files), files
+    inspected = moesh("inspect", saved)
+    assert f"adapter: {len(found)} tensors" in inspected, inspected
     print(f"{name}, {mesh}: two steps of AdamW, largest difference {worst:.1e} of the movement",
           flush=True)
     return saved

@@ -642,8 +642,8 @@ TEST(Dispatcher, AutomaticTakesTwoHopsWhereNodesAreFarApart) {
   EXPECT_EQ(nn::describe_choice(nn::Transport::nccl,
                                 MeshShape{.dp_shard = 4, .ep = 4, .ranks_per_node = 2}.validated(),
                                 {.num_experts = 4, .top_k = 2}),
-            "two_hops on dp_shard=4 ep=4 ranks_per_node=2: 8.5 against 9.5 for all_to_all, 11 for "
-            "all_gather (NCCL, rows that are sent: nothing was measured)");
+            "two_hops on dp_shard=4 ep=4 ranks_per_node=2: it costs 8.5, all_to_all 9.5, "
+            "all_gather 11 (NCCL: rows that a rank sends for each token)");
 }
 
 TEST(MoeErrors, NameTheValueAndTheCure) {
@@ -712,8 +712,8 @@ TEST(Dispatcher, AutomaticSendsFewerRowsUnderNccl) {
   EXPECT_EQ(way({.tp = 2, .ep = 2}, 2), nn::Dispatcher::all_gather);  // one row each: one message
   EXPECT_EQ(nn::describe_choice(nn::Transport::nccl, MeshShape{.tp = 2, .ep = 2}.validated(),
                                 {.top_k = 2}),
-            "all_gather on tp=2 ep=2: 1 against 1 for all_to_all (NCCL, rows that are sent: "
-            "nothing was measured)");
+            "all_gather on tp=2 ep=2: it costs 1, all_to_all 1 (NCCL: rows that a rank sends for "
+            "each token)");
 }
 
 // One process that a launcher started is a launched run, too.
@@ -759,7 +759,7 @@ TEST(Dispatcher, AutomaticTakesTheFasterOneWhereItWasMeasured) {
                      {{.tp = 8, .ep = 4, .etp = 2}, 45.9, 57.2}});
   EXPECT_EQ(nn::describe_choice(nn::Transport::threads_on_gpu,
                                 MeshShape{.tp = 4, .ep = 4}.validated(), {.top_k = 6}),
-            "all_to_all on tp=4 ep=4: 7.2 against 12 for all_gather (threads on a GPU, time as "
+            "all_to_all on tp=4 ep=4: it costs 7.2, all_gather 12 (threads on a GPU: time, as "
             "measured)");
 }
 

@@ -243,7 +243,9 @@ class Dataset(Temporary):
                 (lambda i: torch.zeros(9, 1, dtype=torch.int64), "data", ["has 2 dims"]),
                 (lambda i: ["a"] * 9, "data", ["holds 'a'"]),
                 (lambda i: "text that", "data", ["of type str"]),
-                (lambda i: (ids(i), [0]), "data", ["the documents of sample 0", "are 1 numbers"])]:
+                (lambda i: (ids(i), [0]), "data", ["the documents of sample 0", "are 1 numbers"]),
+                (lambda i: (ids(i), None, [1]), "data", ["the loss mask", "has 1 numbers"]),
+                (lambda i: (ids(i), None, [0, 2] + [1] * 7), "data", ["has 2 at position 1"])]:
             self.error(kind, parts, self.losses, Samples(make))
         self.error("config", ["of type generator", "__getitem__"], self.losses, (x for x in [1]))
         self.error("config", ["its len() is 0"], self.losses, [])
@@ -345,6 +347,8 @@ class OthersTest(Temporary):
         self.assertTrue(moesh.compare(a, files[0]))
         self.assertTrue(moesh.compare(*files, tolerance=2, rename={"^n$": "m"}).tensors)
         self.assertTrue(moesh.compare({"a.w": a["x"]}, {"b.w": a["x"]}, rename={"^a": "b"}))
+        with self.assertRaisesRegex(TypeError, "rename is '.a=b'; it takes a dict"):
+            moesh.compare(a, a, rename="^a=b")
         with self.assertRaisesRegex(TypeError, "t is of type object"):
             moesh.compare({"t": object()}, b)
 

@@ -123,7 +123,7 @@ TEST(Tokenizer, NamesWhatItDoesNotKnow) {
   const std::vector<Bad> all{
       {"", "is not JSON"},
       {"[]", "tokenizer.json"},
-      {"{}", "model"},
+      {"{}", "\"tokenizer.json\" has no \"model\""},
       {file(R"(, "normalizer": {"type": "NFKC"})"),
        "normalizer: moesh does not know the type \"NFKC\""},
       {file(R"(, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]})"),

@@ -14,6 +14,7 @@
 #include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
 #include "moesh/formats/safetensors.h"
+#include "tests/support.h"
 
 namespace moesh::verify {
 
@@ -195,6 +196,9 @@ TEST_F(Compare, FoldersAndRenames) {
             0);
   EXPECT_THROW(compare(a, b, {.renames = {{"[0-9]", "0"}}}), Error);  // two names become one
   EXPECT_THROW(compare(a, b, {.renames = {{"(", ""}}}), Error);
+  expect_parts(
+      error_of([&] { compare(a, b, {.renames = {{"never there", "$1"}}}); }, ErrorKind::config),
+      {"--rename: ", "\"$1\"", "names a group that is not there"});
 }
 
 TEST_F(Compare, BadArgumentsSayWhatToDo) {

@@ -132,6 +132,12 @@ TEST(LoraRun, RefusesWhatMakesNoSense) {
   expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj"}),
                {"lora.rank_pattern is \"q_proj\"", "down_proj=4"});
   expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj=0"}), {"rank of 1 or more"});
+  expect_parts(error({"--lora.rank=4", "--lora.targets=q_proj,(a"}),
+               {"lora.targets: \"(a\" is not a regular expression"});
+  expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=(a=2"}),
+               {"lora.rank_pattern is", "\"(a\" is not a regular expression"});
+  expect_parts(error({"--lora.rank=4", "--lora.alpha_pattern=(a=2"}),
+               {"lora.alpha_pattern is", "\"(a\" is not a regular expression"});
   expect_parts(error({"--lora.rank=4", "--lora.alpha=0"}), {"lora.alpha is 0", "above 0"});
   expect_parts(error({"--lora.dropout=0.1"}), {"lora.dropout is 0.1", "there is no LoRA"});
   expect_parts(error({"--lora.rank=4", "--lora.dropout=1"}), {"lora.dropout is 1", "below 1"});

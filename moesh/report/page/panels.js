@@ -45,8 +45,9 @@ function showSummary() {
             s.active_parameters.toLocaleString('en')} active)`),
     line(
         'mesh',
-        (r, s) => `${s.ranks} rank${s.ranks === 1 ? '' : 's'}: ${meshText(s.mesh, DENSE)} | ${
-            meshText(s.mesh, SPARSE)}`),
+        (r, s) => s.ranks === 1 ?
+            '1 rank' :
+            `${s.ranks} ranks: ${meshText(s.mesh, DENSE)} | ${meshText(s.mesh, SPARSE)}`),
     line('steps', (r, s) => `${number(last(r.columns.step))} of ${s.steps.toLocaleString('en')}`),
     line('tokens', (r) => number(last(r.columns.tokens_total))),
     line(
@@ -56,11 +57,13 @@ function showSummary() {
           return Number.isNaN(share) ? '' : `${share.toFixed(1)} % of those in the last step`;
         }),
     line('loss', (r) => number(last(r.columns.loss))),
-    line(
-        'validation',
-        (r) => r.names('validation.')
-                   .map((n) => `${n.slice(11)}: ${number(last(r.columns[n]))}`)
-                   .join(', ')),
+    ...(runs.some((r) => r.names('validation.').length) ?
+            [line(
+                'validation',
+                (r) => r.names('validation.')
+                           .map((n) => `${n.slice(11)}: ${number(last(r.columns[n]))}`)
+                           .join(', '))] :
+            []),
     line('tokens/s, median', (r) => number(Math.round(median(r.columns.tps)))),
     line(
         'memory',

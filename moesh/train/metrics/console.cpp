@@ -201,7 +201,7 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
     text += detail::concat("\npipeline: ", config.parallelism.pipeline_parallel_schedule,
                            ", layers of the stages ", pipeline::plan_text(stage_plan(config)));
   text +=
-      detail::concat("\ndata: ", printable(data), "\na step of ", order.num_per_step(),
+      detail::concat("\ndata: ", for_terminal(data), "\na step of ", order.num_per_step(),
                      " sequences: ", order.num_micro, " micro-batch", s(order.num_micro, "es"),
                      " of ", order.batch, " on each of ", order.num_dp, " dp rank", s(order.num_dp),
                      "\n      ", with_commas(config.data.sequence_length), " tokens each, ",
@@ -209,6 +209,7 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
   if (facts.estimated_memory)
     text += detail::concat("memory of a rank: ", size_text(*facts.estimated_memory),
                            ", as estimated\n");
+  if (facts.first_step >= config.training.steps) return text;  // a resumed run with nothing to do
   text += detail::concat("steps ", facts.first_step + 1, " to ", config.training.steps);
   if (!config.metrics.folder.empty())
     text += detail::concat(", metrics in ", printable(config.metrics.folder));

@@ -195,9 +195,8 @@ AppendFile open_run_folder(const path& folder, std::int64_t first_step) {
     return anew;
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::config) throw;
-    throw Error(ErrorKind::storage,
-                detail::concat("metrics.folder = '", folder.string(),
-                               "' cannot be written; choose a folder that can be: ", e.what()));
+    throw Error(ErrorKind::storage, detail::concat("metrics.folder = '", folder.string(),
+                                                   "' cannot be written: ", e.what()));
   }
 }
 

@@ -144,6 +144,10 @@ TEST(Console, TheHeaderSaysWhatIsAboutToHappen) {
         "64 tokens each, 256 in all\n", "memory of a rank: 3.00 MiB, as estimated\n",
         "steps 1 to 300, metrics in out\n"})
     EXPECT_NE(header.find(part), std::string::npos) << part << "is not in\n" << header;
+  // Several sources have a line each, and a run that is over has no steps.
+  const std::string over = run_header(config, {.first_step = 300}, "2 sources\n  a\n  b");
+  EXPECT_NE(over.find("data: 2 sources\n  a\n  b\n"), std::string::npos) << over;
+  EXPECT_EQ(over.find("steps "), std::string::npos) << over;
   std::istringstream lines(header);
   for (std::string text; std::getline(lines, text);) EXPECT_LE(text.size(), 100u) << text;
 }
