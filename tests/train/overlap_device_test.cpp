@@ -48,5 +48,17 @@ TEST(OverlapOnADevice, QueuesInTheOrderOfTurns) {
   }
 }
 
+// What libraries prepare for a thread is prepared once, not for each pair of actions or each step.
+TEST(OverlapOnADevice, HasNoNewThreadsInTheSecondStep) {
+  for (const std::string schedule : {"none", "1f1b"}) {
+    SCOPED_TRACE(schedule);
+    const comm::Links links = slow_links(schedule);
+    VirtualMachine machine{.compute = kCompute, .has_device = true};
+    const double time = step_in_virtual_time(config_of(schedule, true), machine, links).time;
+    machine.first_forward = machine.first_backward = 10;
+    EXPECT_EQ(step_in_virtual_time(config_of(schedule, true), machine, links).time, time);
+  }
+}
+
 }  // namespace
 }  // namespace moesh::train
