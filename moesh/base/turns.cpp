@@ -114,7 +114,8 @@ class Helper {
 };
 
 // The threads for all work but the first, which live as long as this thread: libraries prepare for
-// each thread anew. cuDNN's attention takes some 0.2 s of the host for a new one.
+// each thread anew. LibTorch does so with cuDNN's plans of attention, some 0.2 s of the host each
+// (bench/results/overlap_pipeline.md has where that number is from).
 Helper& helper(std::size_t place) {
   thread_local std::vector<std::unique_ptr<Helper>> all;
   while (all.size() < place) all.push_back(std::make_unique<Helper>());
