@@ -3,7 +3,8 @@
 // sleep beside the computation (comm/paced.h).
 //
 //     bench_overlap_gpu [--part TRAFFIC/COMPUTE] [--slept MS] [--repeat N]
-//                       [--only-real | --only-slept] [option ...]
+//                       [--only-real | --only-slept] [--schedule NAME] [--trace FOLDER]
+//                       [option ...]
 //
 // For each schedule, first a step without slow links, one micro-batch at a time, says for
 // every exchange of experts what a rank computes before it (between marks on the stream on which it
@@ -14,7 +15,11 @@
 // (pipeline/simulate.h). Links are "fast" (those of the machine), or slow for "one" micro-batch at
 // a time or "two". A step is the time on the device from its first to its last mark, of the slowest
 // rank, the median of the steps; "exposed" is how much of it its computing stream waits for rows of
-// experts and their counts.
+// experts and their counts; "host" is the time in which its host queues the step, and waits for
+// counts; "first" is that of the step before those that are measured, in which threads are new.
+//
+// The first line says what a new thread costs: the host's time for its first attention, forward and
+// backward, and for its second. LibTorch keeps cuDNN's plans of attention for each thread.
 //
 // real: the model computes. The ranks share the multiprocessors, so what a rank computes is
 // measured with all of them at work. Without pp they all work and wait at the same times. With pp
@@ -24,20 +29,27 @@
 // slept: instead, after each message of rows a kernel of one block sleeps on the computing stream,
 // in backward twice as long, as if each rank had a GPU of its own; the model is tiny.
 //
-// The loss must be the same to the last bit, and where compute sleeps gradients, too. (cuDNN's
-// backward of attention may add in another order each time.)
+// The loss must be the same to the last bit, and where compute sleeps gradients, too. cuDNN's
+// backward of attention may add in another order each time: so the last column says whether the
+// measured steps of one setting have the same gradients, and only then whether the settings have.
+//
+// --trace FOLDER records one more step of each "two", not measured, in FOLDER/SCHEDULE-COMPUTE
+// (docs/traces.md).
 //
 // --training.device=cpu tries this program where there is no GPU.
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -56,6 +68,8 @@
 #include "moesh/config/merge.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/build.h"
+#include "moesh/train/timeline/kernels.h"
+#include "moesh/train/timeline/step_trace.h"
 
 namespace moesh::train {
 namespace {
@@ -196,14 +210,18 @@ class Waits final : public comm::ThreadObserver {
 };
 
 struct Measured {
-  double step = 0, exposed = 0, others = 0;  // medians, of the slowest rank
+  double step = 0, exposed = 0, others = 0, host = 0;  // medians, of the slowest rank
+  double first = 0;                                    // of the host, for the step before
   double loss = 0;
-  std::vector<double> gradients;  // a sum of all, by rank
+  std::vector<std::vector<double>> gradients;  // a sum of all, by step and rank
   double transfer_bytes = 0;
   // By stage of pp, the largest of its ranks.
   std::vector<std::vector<Part>> parts;
   std::vector<double> rest;
 
+  bool repeats_its_bits() const {
+    return std::ranges::all_of(gradients, [&](const auto& g) { return g == gradients[0]; });
+  }
   double compute() const {
     double most = 0;
     for (std::size_t stage = 0; stage < parts.size(); ++stage) {
@@ -233,6 +251,11 @@ double sum_of_gradients(models::Model& model) {
   return sum;
 }
 
+// The host's seconds.
+double since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
 Measured measure(const Config& config, const std::optional<comm::Links>& links, double slept,
                  int repeat) {
   Measured result;
@@ -241,10 +264,11 @@ Measured measure(const Config& config, const std::optional<comm::Links>& links, 
   options.links = links;
   const auto shape = mesh_shape(config);
   std::vector<std::vector<double>> steps(static_cast<std::size_t>(repeat)), exposed(steps),
-      others(steps);
+      others(steps), hosts(steps);
   result.parts.resize(static_cast<std::size_t>(shape.pp));
   result.rest.resize(static_cast<std::size_t>(shape.pp));
-  result.gradients.resize(static_cast<std::size_t>(shape.num_ranks()));
+  result.gradients.resize(static_cast<std::size_t>(repeat),
+                          std::vector<double>(static_cast<std::size_t>(shape.num_ranks())));
   comm::launch(
       shape.num_ranks(),
       [&](comm::Group& world) {
@@ -260,24 +284,40 @@ Measured measure(const Config& config, const std::optional<comm::Links>& links, 
         };
         const auto device = config::device(config);
         Waits waits(device.is_cuda(), slept);
+        const auto begin = std::chrono::steady_clock::now();
         waits.begin(), step();  // kernels are chosen, and memory is taken
+        const double first = since(begin);
         for (int i = 0; i < repeat; ++i) {
           if (device.is_cuda()) current_stream().synchronize();
           {
             const comm::ObserverPause quiet;
             world.barrier();
           }
+          const auto called = std::chrono::steady_clock::now();
           waits.begin();
           step();
           waits.end();
+          const double host = since(called);
           if (device.is_cuda()) current_stream().synchronize();
+          const double gradients = sum_of_gradients(*model);
           const std::lock_guard lock(mutex);
           const auto at = static_cast<std::size_t>(i);
+          hosts[at].push_back(host);
+          result.gradients[at][static_cast<std::size_t>(world.rank())] = gradients;
           steps[at].push_back(waits.step());
           exposed[at].push_back(waits.exposed(true));
           others[at].push_back(waits.exposed(false));
         }
         const auto [parts, rest] = waits.parts();
+        StepTrace trace(config, world, 0);  // of nothing, where no step is to be recorded
+        if (config::profile_steps(config)) {
+          std::filesystem::create_directories(config.metrics.folder);
+          trace.begin_step(1);
+          step();
+          if (device.is_cuda()) current_stream().synchronize();
+          trace.end_step();
+          trace.after_step(1, /*ends=*/true);
+        }
         const std::lock_guard lock(mutex);
         const auto stage = static_cast<std::size_t>(mesh.coordinate(pp));
         auto& all = result.parts[stage];
@@ -291,7 +331,7 @@ Measured measure(const Config& config, const std::optional<comm::Links>& links, 
         result.rest[stage] = std::max(result.rest[stage], rest);
         result.transfer_bytes = std::max(result.transfer_bytes, waits.transfer_bytes);
         result.loss = loss;
-        result.gradients[static_cast<std::size_t>(world.rank())] = sum_of_gradients(*model);
+        result.first = std::max(result.first, first);
       },
       options);
   const auto median = [](const std::vector<std::vector<double>>& of_ranks) {
@@ -300,6 +340,7 @@ Measured measure(const Config& config, const std::optional<comm::Links>& links, 
     return median_of(most).value;
   };
   result.step = median(steps), result.exposed = median(exposed), result.others = median(others);
+  result.host = median(hosts);
   return result;
 }
 
@@ -381,11 +422,13 @@ double expected_of_schedule(const Config& config, const Measured& free, double b
 struct BenchOptions {
   double part = 1, slept = 0.003;
   int repeat = 3;
+  std::string schedule, trace;           // empty: all of them, none
   std::vector<bool> kinds{false, true};  // whether compute is slept
   std::vector<std::string> rest;
 };
 
-void run_schedule(const BenchOptions& bench, const std::string& schedule, bool is_slept) {
+Config config_of(const BenchOptions& bench, const std::string& schedule, bool is_slept,
+                 const std::vector<std::string>& more = {}) {
   const bool has_pp = schedule != "none";
   std::vector<std::string> args{
       "--model=mixtral:tiny",
@@ -408,9 +451,19 @@ void run_schedule(const BenchOptions& bench, const std::string& schedule, bool i
   args.insert(args.end(), sizes.begin(), sizes.end());
   if (has_pp) args.push_back("--parallelism.pipeline_parallel_schedule=" + schedule);
   args.insert(args.end(), bench.rest.begin(), bench.rest.end());
-  const Config off = config::load_config(args);
-  args.emplace_back("--parallelism.overlap_experts=true");
-  const Config on = config::load_config(args);
+  args.insert(args.end(), more.begin(), more.end());
+  return config::load_config(args);
+}
+
+void run_schedule(const BenchOptions& bench, const std::string& schedule, bool is_slept) {
+  const bool has_pp = schedule != "none";
+  std::vector<std::string> for_two{"--parallelism.overlap_experts=true"};
+  if (!bench.trace.empty())
+    for_two.insert(for_two.end(),
+                   {"--profile.steps=1", detail::concat("--metrics.folder=", bench.trace, "/",
+                                                        schedule, is_slept ? "-slept" : "-real")});
+  const Config off = config_of(bench, schedule, is_slept),
+               on = config_of(bench, schedule, is_slept, for_two);
   const double slept = is_slept ? bench.slept : 0;
   const Measured free = measure(off, std::nullopt, slept, bench.repeat);
   const double traffic = bench.part * free.compute(), bandwidth = free.bytes() / traffic;
@@ -431,7 +484,8 @@ void run_schedule(const BenchOptions& bench, const std::string& schedule, bool i
       std::printf("%8.1f %+5.1f%%", 1e3 * expected_step, 100 * (m.step / expected_step - 1));
     else
       std::printf("%8s %6s", "", "");
-    std::printf(" | %8.1f %8.1f | ", 1e3 * m.exposed, 1e3 * m.others);
+    std::printf(" | %8.1f %8.1f | %8.1f %8.1f | ", 1e3 * m.exposed, 1e3 * m.others, 1e3 * m.host,
+                1e3 * m.first);
   };
   row("fast", free, 0);
   std::printf("computes %.1f ms, rows %.1f ms at %.2f GB/s\n", 1e3 * free.compute(), 1e3 * traffic,
@@ -439,12 +493,52 @@ void run_schedule(const BenchOptions& bench, const std::string& schedule, bool i
   row("one", one, expected_one);
   std::printf("\n");
   row("two", two, expected_two);
+  const bool repeat = free.repeats_its_bits() && one.repeats_its_bits() && two.repeats_its_bits();
   const bool are_same = one.gradients == two.gradients && one.gradients == free.gradients;
   std::printf("speed %.2f, exposed %.2f of before, the loss is the same, gradients %s\n",
-              one.step / two.step, two.exposed / one.exposed, are_same ? "too" : "DIFFER");
+              one.step / two.step, two.exposed / one.exposed,
+              are_same  ? "too"
+              : !repeat ? "differ from step to step of one setting"
+                        : "DIFFER BETWEEN SETTINGS");
   std::fflush(stdout);
   MOESH_CHECK(are_same || !is_slept, ErrorKind::internal, "gradients of ", schedule,
               " depend on links, or on what computes while rows travel");
+}
+
+// What each attention costs the host in a new thread. The third: what the process makes once, and
+// what threads that have ended leave for others, is there.
+void print_first_attention(const Config& config) {
+  const auto device = config::device(config);
+  std::array<std::array<double, 2>, 2> seconds{};  // the first and the second; forward, backward
+  for (int thread = 0; thread < 3; ++thread)
+    comm::launch(
+        1,
+        [&](comm::Group&) {
+          c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+          const auto rows = [&] {
+            const auto options = at::TensorOptions(device).dtype(config::scalar_type(config));
+            return at::randn({config.data.batch_size, 16, config.data.sequence_length, 64}, options)
+                .requires_grad_();
+          };
+          const at::Tensor q = rows(), k = rows(), v = rows(), dy = at::ones_like(q);
+          const auto wait = [&] {
+            if (device.is_cuda()) current_stream().synchronize();
+          };
+          for (auto& time : seconds) {
+            wait();
+            auto begin = std::chrono::steady_clock::now();
+            const at::Tensor y = at::scaled_dot_product_attention(q, k, v, {}, 0, true);
+            time[0] = since(begin);
+            wait();
+            begin = std::chrono::steady_clock::now();
+            y.backward(dy);
+            time[1] = since(begin);
+          }
+          wait();
+        },
+        {.device = device});
+  std::printf("attention in a new thread: forward %.1f ms, backward %.1f ms; the next %.1f, %.1f\n",
+              1e3 * seconds[0][0], 1e3 * seconds[0][1], 1e3 * seconds[1][0], 1e3 * seconds[1][1]);
 }
 
 int run(int argc, char** argv) {
@@ -463,14 +557,21 @@ int run(int argc, char** argv) {
       bench.repeat = static_cast<int>(value());
     else if (name == "--only-real" || name == "--only-slept")
       bench.kinds = {name == "--only-slept"};
-    else
+    else if (name == "--schedule" || name == "--trace") {
+      MOESH_CHECK(i + 1 < argc, ErrorKind::config, name, " takes a value");
+      (name == "--trace" ? bench.trace : bench.schedule) = argv[++i];
+    } else
       bench.rest.push_back(name);
   }
   comm::prepare_cuda();
-  std::printf("%17s %6s %8s | %8s %8s %6s | %8s %8s |\n", "schedule", "comp.", "links", "step ms",
-              "expected", "", "exposed", "others");
   std::vector<std::string> schedules = pipeline::joined_schedule_names();
   schedules.insert(schedules.begin(), "none");
+  if (!bench.schedule.empty()) schedules = {bench.schedule};
+  const Config any = config_of(bench, schedules[0], bench.kinds[0]);
+  if (!bench.trace.empty() && any.training.device == "cuda") prepare_kernels();
+  print_first_attention(any);
+  std::printf("%17s %6s %8s | %8s %8s %6s | %8s %8s | %8s %8s |\n", "schedule", "comp.", "links",
+              "step ms", "expected", "", "exposed", "others", "host", "first");
   for (const bool is_slept : bench.kinds)
     for (const std::string& schedule : schedules) run_schedule(bench, schedule, is_slept);
   return 0;

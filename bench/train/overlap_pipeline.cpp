@@ -1,113 +1,50 @@
 // What two micro-batches at a time, and joined actions of a pipeline, gain on links where rows
 // travel as long as a rank computes, next to what the simulator says. Two ranks (ep 2), or four (pp
-// 2 x ep 2), are threads that train. Each has a clock of its own, which messages move on
-// (comm/paced.h) and, after each message of rows, what a device would compute: twice as long in
-// backward. So the times are those of the order in which ranks do things, and the same on any
-// machine.
+// 2 x ep 2), train in virtual time (tests/train/virtual_time.h).
 //
-//     bench_overlap_pipeline [milliseconds of compute after a message] [option ...]
-
-#include <ATen/core/grad_mode.h>
+//     bench_overlap_pipeline [--compute MS] [--device] [--op US] [--first FORWARD_MS BACKWARD_MS]
+//                            [option ...]
+//
+// A rank computes MS (20) after each message of rows, twice as long in backward: on its host, or on
+// a device. There an operator takes US of the host (0), and the first compute of a thread
+// FORWARD_MS and BACKWARD_MS (0).
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
-#include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/base/this_thread.h"
-#include "moesh/comm/launch.h"
-#include "moesh/comm/observers.h"
-#include "moesh/comm/paced.h"
 #include "moesh/config/merge.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/build.h"
+#include "tests/train/virtual_time.h"
 
 namespace moesh::train {
 namespace {
 
-// The time of each rank, whose threads take turns. A rank that waits for others has their time from
-// then on, if it is later.
-class RankClock final : public comm::PaceClock {
- public:
-  explicit RankClock(int num_ranks) : times_(static_cast<std::size_t>(num_ranks)) {}
-  double now() const override { return mine(); }
-  void sleep_until(double time) const override { mine() = std::max(mine(), time); }
-
- private:
-  double& mine() const { return times_[static_cast<std::size_t>(this_thread.rank)]; }
-  mutable std::vector<double> times_;
-};
-
-// Computes after each message of rows has come, and counts their bytes.
-class Computes final : public comm::ThreadObserver {
- public:
-  Computes(const RankClock& clock, double seconds) : clock_(clock), seconds_(seconds) {}
-  void called(const comm::Operation& o) override {
-    const auto sent =
-        static_cast<double>(comm::sent_bytes(o.op, o.bytes, o.own_bytes(), o.group.size()));
-    if (o.op == comm::Collective::send) transfer_bytes = sent;
-    if (o.op != comm::Collective::all_to_all) return;
-    bytes += sent;
-    ++num_messages;
-    under_way_.insert(o.number);
-  }
-  void ended(std::int64_t number) override {
-    if (under_way_.erase(number) == 0) return;
-    const bool is_backward = !at::GradMode::is_enabled();
-    clock_.sleep_until(clock_.now() + (is_backward ? 2 * seconds_ : seconds_));
-  }
-  double bytes = 0, transfer_bytes = 0;
-  std::int64_t num_messages = 0;
-
- private:
-  const RankClock& clock_;
-  double seconds_;
-  std::set<std::int64_t> under_way_;
-};
-
-struct Measured {
-  double step = 0, message_bytes = 0, loss = 0;  // of a message: the mean of a rank
-  double transfer_bytes = 0;                     // to the next stage
-};
-
-Measured measure(const Config& config, double compute, const comm::Links& links) {
-  Measured result;
-  std::mutex mutex;
-  comm::LaunchOptions options = launch_options(config);
-  options.num_threads = 1;
-  const int num_ranks = mesh_shape(config).num_ranks();
-  comm::PacedWorld paced(links, 0, num_ranks);
-  const RankClock clock(num_ranks);
-  comm::launch(
-      num_ranks,
-      [&](comm::Group& world) {
-        const Mesh mesh(world, mesh_shape(config));
-        const MeshScope scope(mesh);
-        const auto model = make_model(config);
-        const auto dataset = open_dataset(config);
-        const auto batches = step_batches(config, *dataset, mesh, 0);
-        world.barrier();
-        const comm::Pacer pacer(paced, clock);
-        Computes computes(clock, compute);
-        const double loss = accumulate_gradients(*model, batches, step_options(config)).total_loss;
-        const std::lock_guard lock(mutex);
-        result.step = std::max(result.step, clock.now());
-        result.message_bytes = std::max(
-            result.message_bytes, computes.bytes / static_cast<double>(computes.num_messages));
-        result.transfer_bytes = std::max(result.transfer_bytes, computes.transfer_bytes);
-        result.loss = loss;
-      },
-      options);
-  return result;
-}
-
 int run(int argc, char** argv) {
-  const double compute = 1e-3 * (argc > 1 ? std::atof(argv[1]) : 20);
+  VirtualMachine machine{.compute = 0.02};
+  std::vector<std::string> rest;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto value = [&] {
+      MOESH_CHECK(i + 1 < argc, ErrorKind::config, name, " takes a value");
+      return std::atof(argv[++i]);
+    };
+    if (name == "--compute")
+      machine.compute = 1e-3 * value();
+    else if (name == "--device")
+      machine.has_device = true;
+    else if (name == "--op")
+      machine.op = 1e-6 * value();
+    else if (name == "--first")
+      machine.first_forward = 1e-3 * value(), machine.first_backward = 1e-3 * value();
+    else
+      rest.push_back(name);
+  }
+  const double compute = machine.compute;
   std::printf("%18s | %8s %8s | %8s %8s | %8s\n", "schedule", "apart ms", "expected", "joined",
               "expected", "speed");
   std::vector<std::string> schedules = pipeline::joined_schedule_names();
@@ -125,13 +62,13 @@ int run(int argc, char** argv) {
                                   "--data.batch_size=1",
                                   "--training.gradient_accumulation_steps=8"};
     if (num_ranks > 1) args.push_back("--parallelism.pipeline_parallel_schedule=" + schedule);
-    for (int i = 2; i < argc; ++i) args.emplace_back(argv[i]);
+    args.insert(args.end(), rest.begin(), rest.end());
     const Config off = config::load_config(args);
     args.emplace_back("--parallelism.overlap_experts=true");
     const Config on = config::load_config(args);
     // A layer computes for two messages in forward, and twice as long in backward; rows take 1.5
     // times as long as the compute after them in forward, so all of them as long as all of it.
-    const Measured free = measure(off, 0, {});
+    const VirtualStep free = step_in_virtual_time(off, {}, {});
     const double travel = 1.5 * compute, bandwidth = free.message_bytes / travel;
     const comm::Links links{.inside = {.latency = 20e-6, .bandwidth = bandwidth}, .between = {}};
     const int v = num_ranks == 1 ? 1 : static_cast<int>(pipeline_options(on).stages_of_a_rank);
@@ -175,12 +112,13 @@ int run(int argc, char** argv) {
       }
       return pipeline::simulate(order, costs).time;
     };
-    const Measured without = measure(off, compute, links), with = measure(on, compute, links);
+    const VirtualStep without = step_in_virtual_time(off, machine, links),
+                      with = step_in_virtual_time(on, machine, links);
     MOESH_CHECK(without.loss == with.loss, "the loss is ", without.loss, ", and joined ",
                 with.loss);
-    std::printf("%18s | %8.0f %8.0f | %8.0f %8.0f | %8.2f\n", schedule.c_str(), 1e3 * without.step,
-                1e3 * expected(false), 1e3 * with.step, 1e3 * expected(true),
-                without.step / with.step);
+    std::printf("%18s | %8.0f %8.0f | %8.0f %8.0f | %8.2f\n", schedule.c_str(), 1e3 * without.time,
+                1e3 * expected(false), 1e3 * with.time, 1e3 * expected(true),
+                without.time / with.time);
     std::fflush(stdout);
   }
   return 0;

@@ -2,10 +2,12 @@
 
 #include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -62,6 +64,64 @@ class Turns {
 
 namespace {
 
+// A thread that does one piece of work after the other.
+class Helper {
+ public:
+  Helper() : thread_([this] { run(); }) {}
+  ~Helper() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_ending_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  Helper(const Helper&) = delete;
+  Helper& operator=(const Helper&) = delete;
+
+  void start(std::function<void()> work) {
+    {
+      const std::lock_guard lock(mutex_);
+      work_ = std::move(work);
+    }
+    changed_.notify_all();
+  }
+  // Returns when it has done what it was given.
+  void await() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !work_; });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return work_ || is_ending_; });
+      if (!work_) return;
+      lock.unlock();
+      work_();
+      lock.lock();
+      work_ = nullptr;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::function<void()> work_;  // null: none
+  bool is_ending_ = false;
+  std::thread thread_;
+};
+
+// The threads for all work but the first, which live as long as this thread: libraries prepare for
+// each thread anew. LibTorch does so with cuDNN's plans of attention, some 0.2 s of the host each
+// (bench/results/overlap_pipeline.md has where that number is from).
+Helper& helper(std::size_t place) {
+  thread_local std::vector<std::unique_ptr<Helper>> all;
+  while (all.size() < place) all.push_back(std::make_unique<Helper>());
+  return *all[place - 1];
+}
+
 constexpr const char* kOthersTurn = "turn of the other";
 
 // `last` is called at the end of its last turn.
@@ -91,10 +151,11 @@ void take_turns(const std::vector<std::function<void()>>& work) {
   Turns turns(work.size());
   SectionClock* const clock = this_thread.clock;
   const Section section = clock ? clock->current() : Section::other;
-  std::vector<std::thread> threads;
+  std::vector<Helper*> helpers;
   for (std::size_t i = 1; i < work.size(); ++i) try {
-      threads.emplace_back([&, i, mine = this_thread] {
-        this_thread = mine;
+      helpers.push_back(&helper(i));
+      helpers.back()->start([&, i, mine = this_thread] {
+        const ScopedValue while_it_works(this_thread, mine);
         set_log_rank(mine.rank);
         work_for_rank(mine.rank, static_cast<int>(i));
         turns.await(i);
@@ -111,7 +172,7 @@ void take_turns(const std::vector<std::function<void()>>& work) {
   std::optional<InSlice> others;
   run_in_turn(turns, 0, work[0], [&] { others.emplace(SliceKind::turn, kOthersTurn); });
   turns.await_all();
-  for (auto& t : threads) t.join();
+  for (Helper* const h : helpers) h->await();
   others.reset();
   if (clock) clock->enter(section);
   if (const auto fault = turns.fault()) std::rethrow_exception(fault);

@@ -2,7 +2,8 @@
 // Several pieces of work for one rank that take turns: while what one of them waits for is on its
 // way, another one goes on. They call functions that know nothing of it, in any depth, and backward
 // passes of autograd; so each has a thread of its own, and only one of these runs at a time. Whose
-// turn it is depends on the work, not on time: it is the same on every rank.
+// turn it is depends on the work, not on time: it is the same on every rank. The threads are kept
+// for the next time: what libraries prepare in each of them is there already.
 
 #include <functional>
 #include <vector>

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
 #include <thread>
 
@@ -44,6 +45,28 @@ TEST(Turns, TheFirstIsInThisThreadAndOneRunsAtATime) {
     };
   };
   take_turns({work(true), work(false), work(false)});
+}
+
+// What a library keeps for a thread.
+struct KeptByThread {
+  KeptByThread() { ++num_made; }
+  ~KeptByThread() { ++num_freed; }
+  int num_uses = 0;
+  static inline std::atomic<int> num_made = 0, num_freed = 0;
+};
+thread_local KeptByThread kept_by_thread;
+
+// It is still there the next time, and goes with the thread for which the others work.
+TEST(Turns, TheOthersHaveTheirThreadsAgainTheNextTime) {
+  KeptByThread::num_made = KeptByThread::num_freed = 0;
+  std::thread([] {
+    for (int time = 1; time <= 3; ++time)
+      take_turns(Work(3, [time] { EXPECT_EQ(++kept_by_thread.num_uses, time); }));
+    take_turns(Work(2, [] { EXPECT_EQ(++kept_by_thread.num_uses, 4); }));
+    EXPECT_EQ(KeptByThread::num_freed, 0);
+  }).join();
+  EXPECT_EQ(KeptByThread::num_made, 3);
+  EXPECT_EQ(KeptByThread::num_freed, 3);
 }
 
 TEST(Turns, OutsideOfThemNothingHappens) {
