@@ -58,7 +58,7 @@ struct ModuleOptions {
   }
 };
 
-/// The products with a weight, if they are in float8; else null, and they are LibTorch's.
+/// The products with a weight that is rounded to float8 in tiles.
 OwnProducts float8_products(const Stored& w);
 
 /// scale B (A x), from the layouts of A and B.
@@ -152,7 +152,10 @@ class Weight {
   }
   const Param<W>& weight() const { return weight_; }
   /// The products of the weight, not of what LoRA adds.
-  OwnProducts products() const { return float8_products(weight_.stored()); }
+  OwnProducts products() const {
+    const Stored& w = weight_.stored();
+    return w.spec.float8_tile == 0 ? OwnProducts() : float8_products(w);
+  }
   Stored& stored() { return weight_.stored(); }
   bool has_lora() const { return lora_.has_value(); }
   template <class Fn>

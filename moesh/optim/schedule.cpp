@@ -10,6 +10,27 @@
 namespace moesh::optim {
 namespace {
 
+struct Shape {
+  std::string name;
+  double (*value)(double p);  // from 1 to 0 with the part of the decay that is over; null: no decay
+};
+const std::vector<Shape>& shapes() {
+  static const std::vector<Shape> all{
+      {"cosine", [](double p) { return (1 + std::cos(std::numbers::pi * p)) / 2; }},
+      {"linear", [](double p) { return 1 - p; }},
+      {"wsd", [](double p) { return 1 - p; }},
+      {"constant", nullptr}};
+  return all;
+}
+
+const Shape& shape_called(const std::string& name) {
+  const auto found = std::find_if(shapes().begin(), shapes().end(),
+                                  [&](const Shape& s) { return s.name == name; });
+  MOESH_CHECK(found != shapes().end(), ErrorKind::config, "schedule: kind is '", name,
+              "'; it takes ", joined_by_or(lr_schedule_names()));
+  return *found;
+}
+
 std::int64_t num_decay_steps(const LrSchedule& c) {
   if (c.kind != "wsd") return c.num_steps - c.warmup_steps;
   return std::llround(c.decay_ratio * static_cast<double>(c.num_steps));
@@ -18,14 +39,16 @@ std::int64_t num_decay_steps(const LrSchedule& c) {
 }  // namespace
 
 const std::vector<std::string>& lr_schedule_names() {
-  static const std::vector<std::string> names{"cosine", "linear", "wsd", "constant"};
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const Shape& s : shapes()) all.push_back(s.name);
+    return all;
+  }();
   return names;
 }
 
 void LrSchedule::validate() const {
-  const auto& names = lr_schedule_names();
-  MOESH_CHECK(std::find(names.begin(), names.end(), kind) != names.end(), ErrorKind::config,
-              "schedule: kind is '", kind, "'; it takes ", joined_by_or(names));
+  shape_called(kind);
   MOESH_CHECK(num_steps >= 1, ErrorKind::config, "schedule: num_steps is ", num_steps,
               "; it takes 1 or more");
   MOESH_CHECK(warmup_steps >= 0 && warmup_steps <= num_steps, ErrorKind::config,
@@ -48,14 +71,14 @@ double LrSchedule::factor(std::int64_t step) const {
   MOESH_CHECK(step >= 0, ErrorKind::config, "schedule: the factor of step ", step,
               "; steps count from 0");
   if (step < warmup_steps) return static_cast<double>(step + 1) / static_cast<double>(warmup_steps);
-  if (kind == "constant") return 1;
+  const Shape& shape = shape_called(kind);
+  if (!shape.value) return 1;
   if (step >= num_steps) return min_lr_factor;
   const std::int64_t num_decay = num_decay_steps(*this),
                      into_decay = step - (num_steps - num_decay);
   if (into_decay <= 0) return 1;
   const double p = static_cast<double>(into_decay) / static_cast<double>(num_decay);
-  const double shape = kind == "cosine" ? (1 + std::cos(std::numbers::pi * p)) / 2 : 1 - p;
-  return min_lr_factor + (1 - min_lr_factor) * shape;
+  return min_lr_factor + (1 - min_lr_factor) * shape.value(p);
 }
 
 }  // namespace moesh::optim

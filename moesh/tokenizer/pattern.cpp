@@ -122,12 +122,6 @@ class Compiler {
   std::vector<CodePointSet> sets_;
 };
 
-struct Untried {
-  std::uint32_t pc;
-  const char* at;
-  const char* low;  // null, or: one code point less may be tried, down to here
-};
-
 const char* previous(const char* at) {
   do --at;
   while (is_continuation(*at));
@@ -204,11 +198,10 @@ const char* Matches::end_of_run(std::uint32_t pc, const char* at) {
 
 // The end of the match from `at` on, or null.
 const char* Matches::run(std::uint32_t pc, const char* at) {
-  thread_local std::vector<Untried> untried;  // its memory is used again from text to text
-  const std::size_t base = untried.size();
+  const std::size_t base = untried_.size();
   for (;;) {
     if (--steps_left_ < 0) {
-      untried.resize(base);
+      untried_.resize(base);
       throw Error(ErrorKind::data,
                   detail::concat(pattern_.what_, ": the pattern ", formats::shown(pattern_.regex_),
                                  " takes too long on a text of ", end_ - begin_,
@@ -238,11 +231,11 @@ const char* Matches::run(std::uint32_t pc, const char* at) {
           if (works) at = previous(long_runs_[pc].failed);
         }
         ++pc;
-        if (works && i.op == Opcode::repeat && at > low) untried.push_back({pc, at, low});
+        if (works && i.op == Opcode::repeat && at > low) untried_.push_back({pc, at, low});
         break;
       }
       case Opcode::split:
-        untried.push_back({i.other, at, nullptr});
+        untried_.push_back({i.other, at, nullptr});
         pc = i.to;
         break;
       case Opcode::jump: pc = i.to; break;
@@ -258,11 +251,11 @@ const char* Matches::run(std::uint32_t pc, const char* at) {
         works = at == end_ || *at == '\n';
         ++pc;
         break;
-      case Opcode::accept: untried.resize(base); return at;
+      case Opcode::accept: untried_.resize(base); return at;
     }
     if (works) continue;
-    if (untried.size() == base) return nullptr;
-    Untried& last = untried.back();
+    if (untried_.size() == base) return nullptr;
+    Untried& last = untried_.back();
     pc = last.pc;
     if (last.low) {
       if (!long_runs_.empty()) {
@@ -271,10 +264,10 @@ const char* Matches::run(std::uint32_t pc, const char* at) {
           known.failed = std::min(known.failed, last.at);
       }
       at = last.at = previous(last.at);
-      if (last.at == last.low) untried.pop_back();
+      if (last.at == last.low) untried_.pop_back();
     } else {
       at = last.at;
-      untried.pop_back();
+      untried_.pop_back();
     }
   }
 }

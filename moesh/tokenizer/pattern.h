@@ -96,6 +96,11 @@ class Matches {
   struct LongRun {
     const char *begin = nullptr, *end = nullptr, *failed = nullptr;
   };
+  struct Untried {
+    std::uint32_t pc;
+    const char* at;
+    const char* low;  // null, or: one code point less may be tried, down to here
+  };
   const char* run(std::uint32_t pc, const char* at);
   const char* end_of_run(std::uint32_t pc, const char* at);
 
@@ -104,6 +109,7 @@ class Matches {
   std::int64_t steps_left_ = 0;
   std::int64_t unusual_ = 0;        // with fewer steps left, short runs are remembered, too
   std::vector<LongRun> long_runs_;  // of each instruction; empty: there was none
+  std::vector<Untried> untried_;
 };
 
 }  // namespace moesh::tokenizer

@@ -108,8 +108,7 @@ TEST(Nodes, TwoHopsSendATokenOnceToANodeAndTheOthersDoNot) {
     EXPECT_LT(hops.between, rows.between);
     nn::RouterConfig asked = router;
     asked.num_experts = kExperts;
-    EXPECT_NEAR(nn::mean_nodes(asked, 4), hops.nodes, 0.1 * hops.nodes)
-        << "what estimates assume";
+    EXPECT_NEAR(nn::mean_nodes(asked, 4), hops.nodes, 0.1 * hops.nodes) << "what estimates assume";
     const at::Tensor error = (hops.y_16ND - rows.y_16ND).norm() / rows.y_16ND.norm();
     EXPECT_LT(error.item<double>(), 2e-2);
   }
