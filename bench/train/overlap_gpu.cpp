@@ -68,8 +68,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/train/build.h"
-#include "moesh/train/timeline/kernels.h"
-#include "moesh/train/timeline/step_trace.h"
+#include "moesh/train/timeline/trace.h"
 
 namespace moesh::train {
 namespace {

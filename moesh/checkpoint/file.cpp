@@ -8,6 +8,7 @@
 #include <chrono>
 #include <exception>
 #include <future>
+#include <mutex>
 #include <system_error>
 #include <vector>
 
@@ -100,12 +101,18 @@ void share_work(std::size_t num_items, int num_threads,
     return;
   }
   std::atomic<std::size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr fault;  // the first: others may follow from it
+  const auto note_fault = [&] {
+    next = num_items;  // no thread begins another
+    const std::lock_guard lock(mutex);
+    if (!fault) fault = std::current_exception();
+  };
   const auto work = [&](std::size_t thread) {
     try {
       for (std::size_t i; (i = next++) < num_items;) f(i, thread);
     } catch (...) {
-      next = num_items;  // no thread begins another
-      throw;
+      note_fault();
     }
   };
   std::vector<std::future<void>> workers;
@@ -116,15 +123,14 @@ void share_work(std::size_t num_items, int num_threads,
     // The system has no more threads for us: those that there are do it, or else this one.
     if (workers.empty()) return share_work(num_items, 1, f, meanwhile);
   }
-  std::exception_ptr fault;
-  for (std::future<void>& worker : workers) try {
-      while (worker.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready)
-        if (meanwhile) meanwhile();
-      worker.get();
-    } catch (...) {
-      next = num_items;
-      if (!fault) fault = std::current_exception();
-    }
+  bool looks = static_cast<bool>(meanwhile);  // until it throws: other ranks may be gone then
+  for (std::future<void>& worker : workers)
+    while (worker.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready) try {
+        if (looks) meanwhile();
+      } catch (...) {
+        looks = false;
+        note_fault();
+      }
   if (fault) std::rethrow_exception(fault);
 }
 

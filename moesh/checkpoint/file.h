@@ -35,10 +35,10 @@ void remove_folder(const std::filesystem::path& path);
 // while another writes.
 
 /// f(item, thread) once for each item below `num_items`, by `num_threads` threads, each of which
-/// takes the next item when it has done one; `thread` counts them. Returns when all is done. What f
-/// throws is thrown here, and no other item is begun. Meanwhile the calling thread calls
-/// `meanwhile` every few milliseconds; with one thread, it does the work itself, and calls it
-/// between two items.
+/// takes the next item when it has done one; `thread` counts them. Returns when all is done. The
+/// first that f throws is thrown here, and no other item is begun. Meanwhile the calling thread
+/// calls `meanwhile` every few milliseconds, until it throws; with one thread, it does the work
+/// itself, and calls it between two items.
 void share_work(std::size_t num_items, int num_threads,
                 const std::function<void(std::size_t item, std::size_t thread)>& f,
                 const std::function<void()>& meanwhile = {});

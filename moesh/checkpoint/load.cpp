@@ -398,9 +398,10 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
 
 std::string read_config(const std::filesystem::path& folder) {
   formats::refuse_hub_name(folder.string());
-  if (const std::string instead = formats::checkpoints_instead(folder); !instead.empty())
-    MOESH_CHECK(formats::exists(folder / "config.json"), ErrorKind::data, "'", folder.string(),
-                "' has no config.json", instead);
+  if (!formats::exists(folder / "config.json"))
+    if (const std::string instead = formats::checkpoints_instead(folder); !instead.empty())
+      throw Error(ErrorKind::data,
+                  detail::concat("'", folder.string(), "' has no config.json", instead));
   const auto manifest = formats::find_manifest(folder);
   const std::string text = read_text(folder, "config.json", manifest ? &*manifest : nullptr);
   const auto json = formats::parse_json(text, (folder / "config.json").string());

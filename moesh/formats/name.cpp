@@ -85,7 +85,7 @@ std::string checkpoints_instead(const std::filesystem::path& folder) {
   if (!is_folder(folder)) return "";
   std::string newest;
   for (const std::string& name : names_in(folder))
-    if (name.starts_with("step-")) newest = name;
+    if (name.starts_with("step-") && is_folder(folder / name)) newest = name;
   return newest.empty() ? ""
                         : detail::concat("; it holds checkpoints: name one, such as ",
                                          (folder / newest).string());

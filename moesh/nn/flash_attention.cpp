@@ -1,10 +1,9 @@
-// Sinks come after a kernel that knows nothing of them (moesh/kernels/sinks.h). Its backward wants
-// y and lse only for the probabilities p = exp(score - lse) and for D = <dy, y> in
-// d(score) = p (<dy, v> - D): given y' and lse' it computes what belongs to the sink's softmax.
-// Documents are the kernel's sequences of different lengths, one behind the other: T queries, U
-// keys of the whole batch, and where each of N begins among them, in tensors of a size that does
-// not depend on the boundaries.
-// B batch, L queries, S keys, h query heads, g key heads, d width
+// Sinks come after a kernel that knows nothing of them (moesh/kernels/rowwise.h). Its backward
+// wants y and lse only for the probabilities p = exp(score - lse) and for D = <dy, y> in d(score) =
+// p (<dy, v> - D): given y' and lse' it computes what belongs to the sink's softmax. Documents are
+// the kernel's sequences of different lengths, one behind the other: T queries, U keys of the whole
+// batch, and where each of N begins among them, in tensors of a size that does not depend on the
+// boundaries. B batch, L queries, S keys, h query heads, g key heads, d width
 
 #include "moesh/nn/attention_functions.h"
 

@@ -134,9 +134,10 @@ class Weight {
     return plus_lora(bias_ ? linear(both, w, own_bias(), products()) : linear(both, w, products()),
                      both, numbers);
   }
-  /// The same without a bias; a recompute that keeps values keeps the product with the weight.
+  /// The same, for weights without a bias; a recompute that keeps values keeps the product.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
+    MOESH_CHECK(!bias_, "a kept product with ", weight_.stored().spec.name, ", which has a bias");
     const auto both = for_both(x);
     return plus_lora(kept_linear(both, use(weight_), products()), both, numbers);
   }

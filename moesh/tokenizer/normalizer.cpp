@@ -158,6 +158,7 @@ std::string_view normal_form(std::string_view text, bool compose, std::string& b
     // What a piece begins with may stay as it is: a newline, where marks behind it change.
     const char* same =
         std::mismatch(begin, next, buffer.data() + before, buffer.data() + buffer.size()).first;
+    while (same < next && is_continuation(*same)) --same;  // to whole characters
     keep(origins, place(begin), place(same));
     replace(origins, place(same), place(next),
             buffer.size() - before - (place(same) - place(begin)));

@@ -305,7 +305,7 @@ Position Checkpointer::load_newest() {
   for (const std::string& folder : {c.initial_load, config_.lora.adapter})
     if (is_first && !folder.empty()) log_info("beginning with the weights of ", folder);
   if (is_first && c.initial_load.empty() && !config_.model.folder.empty())
-    log_info("beginning with new weights: ", config_.model.folder, " holds none in safetensors");
+    log_info("beginning with new weights, and none of ", config_.model.folder);
   return {};
 }
 

@@ -162,10 +162,10 @@ class Stepper {
   Stepper(models::Model& model, optim::Optimizer& optimizer, StepOptions options,
           UseGraph graph = UseGraph::automatic, kernels::Graphs graphs = {});
 
-  /// Like take_step. The first steps with batches of some sizes run without a graph, because they
-  /// allocate state. Each bound on the documents has a graph of its own, and all graphs have one
-  /// memory. If that is not enough, the graphs are freed and the step runs without one.
-  /// `counts_float8`: the step counts codes of float8, and is a graph of its own.
+  /// Gradients, their norm and the update. The first steps with batches of some sizes run without a
+  /// graph, because they allocate state. Each bound on the documents has a graph of its own, and
+  /// all graphs have one memory. If that is not enough, the graphs are freed and the step runs
+  /// without one. `counts_float8`: the step counts codes of float8, and is a graph of its own.
   StepResult operator()(std::vector<models::MicroBatch> batches, double lr,
                         bool counts_float8 = false);
 

@@ -1,4 +1,4 @@
-// The gated delta rule in chunks of 64 tokens (kernels/delta_rule.h and aten/delta_rule.cpp have
+// The gated delta rule in chunks of 64 tokens (kernels/attention.h and aten/delta_rule.cpp have
 // the formulas), of heads of 128 features. Four kernels, in products of bf16 matrices summed in
 // float32:
 //

@@ -120,8 +120,8 @@ const lineOf = (run, label, ys, style = {}) => ({
 function sparseLineOf(run, label, ys, i) {
   const all = run.x(state.axis), has = [...ys.keys()].filter((k) => !Number.isNaN(ys[k]));
   return lineOf(run, label, ys, {
-    // Its own dash on every run, and its own colour where there is one run.
-    color: runs.length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
+    // Its own dash on every run, and its own colour where one run is shown.
+    color: visibleRuns().length === 1 ? COLORS[(i + 1) % COLORS.length] : run.color,
     dash: DASHES[i % DASHES.length],
     points: has.length <= 200,
     xs: has.map((k) => all[k]),
