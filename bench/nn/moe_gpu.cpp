@@ -99,10 +99,11 @@ class Layer {
   Layer(const Mesh& mesh, const Shape& s, Routing routing)
       : shape(s),
         tokens_(mesh, 1, s.T, true),
-        router_({.num_experts = s.E, .top_k = s.K, .normalize = true}, "gate", s.D, at::kBFloat16,
-                kDevice,
-                {.kind = Init::Distribution::normal,
-                 .scale = 1 / std::sqrt(static_cast<double>(s.D))}) {
+        router_({.num_experts = s.E, .top_k = s.K, .normalize = true}, "gate", s.D,
+                {.dtype = at::kBFloat16,
+                 .device = kDevice,
+                 .init = {.kind = Init::Distribution::normal,
+                          .scale = 1 / std::sqrt(static_cast<double>(s.D))}}) {
     const auto normal = [&](at::IntArrayRef sizes, std::int64_t width) {
       return at::randn(sizes, at::TensorOptions(kDevice).dtype(at::kBFloat16))
           .div_(std::sqrt(static_cast<double>(width)));
