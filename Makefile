@@ -54,7 +54,7 @@ check: setup
 
 test:
 	@echo "make test: installs what tests need, builds every program and runs every kind of test:"
-	@echo "  12 minutes of tests on two cores, after the build (docs/install.md)."
+	@echo "  13 minutes of tests on two cores, after the build (docs/install.md)."
 	@echo "  Less: make check. More: make long, verify, fuzz, mutate, soak, sanitize."
 	@$(MAKE) --no-print-directory build
 	$(CTEST) -j $(JOBS) --test-dir build -LE '^long$$'

@@ -74,7 +74,7 @@ Tensors apply_by_hand(const Tensors& inputs, const std::function<Differentiable(
   return Function::apply(at::TensorList(defined), call, forward);
 }
 
-// Of the function that made x; null: another one.
+// The call of the function that made x; null: another one made it.
 ByHand* maker_of(const at::Tensor& x) {
   auto* node = dynamic_cast<torch::autograd::CppNode<Function>*>(x.grad_fn().get());
   return node ? &by_hand(node->ctx_) : nullptr;

@@ -38,8 +38,8 @@ struct VirtualMachine {
   double compute = 0;  // after a message of rows in forward; twice as long in backward
   bool has_device = false;
   double op = 0;  // of the host, for an operator
-  // Of the host, for the first compute of a thread in forward and in backward: as cuDNN's attention
-  // has it, whose plans LibTorch keeps for each thread.
+  // What the first compute of a thread costs the host, in forward and in backward: LibTorch keeps
+  // the plans of cuDNN's attention for each thread.
   double first_forward = 0, first_backward = 0;
 };
 
@@ -204,7 +204,7 @@ class VirtualClocks final : public comm::PaceClock {
   at::CallbackHandle callback_;
 };
 
-/// Of a rank; the step, and what the next stage gets, of the slowest and the largest.
+/// What a rank measured; the time is that of the slowest rank, the bytes of the largest message.
 struct VirtualStep {
   double time = 0, loss = 0;
   double message_bytes = 0;   // of a message of rows: their mean
